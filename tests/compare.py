@@ -1,0 +1,35 @@
+"""How tests compare numbers: relative to the largest value, and against fp64 next to torch in the same dtype."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def max_rel(a: Tensor, b: Tensor) -> float:
+    """max|a - b| / max|b|, NaN if either holds one: the project's measure of agreement. `b` is the reference."""
+    a, b = a.detach().double().cpu(), b.detach().double().cpu()
+    assert a.shape == b.shape, f"shapes differ: {tuple(a.shape)} and {tuple(b.shape)}"
+    if a.numel() == 0:
+        return 0.0
+    return float((a - b).abs().max() / b.abs().max().clamp_min(1e-30))
+
+
+def rel_norm(a: Tensor, b: Tensor) -> float:
+    """||a - b|| / ||b|| in fp64; `b` is the reference."""
+    a, b = a.detach().double().cpu(), b.detach().double().cpu()
+    assert a.shape == b.shape, f"shapes differ: {tuple(a.shape)} and {tuple(b.shape)}"
+    return float((a - b).norm() / b.norm().clamp_min(1e-30))
+
+
+def assert_close_as_torch(ours: Tensor, torch_same_dtype: Tensor, exact_fp64: Tensor, factor: float = 1.5) -> None:
+    """Our error against fp64 is at most `factor` times torch's own in the same dtype (plus a floor of 1e-7)."""
+    ours_error, torch_error = rel_norm(ours, exact_fp64), rel_norm(torch_same_dtype, exact_fp64)
+    assert ours_error <= factor * torch_error + 1e-7, f"error {ours_error:.3e}, torch's own {torch_error:.3e}"
+
+
+def assert_same_bits(a: Tensor, b: Tensor) -> None:
+    """The two tensors are equal bit for bit (NaN equals NaN)."""
+    assert a.shape == b.shape and a.dtype == b.dtype, f"{a.shape} {a.dtype} against {b.shape} {b.dtype}"
+    same = (a == b) | (torch.isnan(a) & torch.isnan(b)) if a.dtype.is_floating_point else a == b
+    assert bool(same.all()), f"{int((~same).sum())} of {same.numel()} values differ"
