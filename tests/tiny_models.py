@@ -1,4 +1,4 @@
-"""Tiny random checkpoints of every family, written as the released ones are, with the transformers model to compare with.
+"""Tiny random checkpoints of every family, written as released ones are, and the transformers model to compare with.
 
 Knows transformers' model classes and names on disk; knows nothing of our own network. Every tensor is random: norms
 are near 1 but not 1, selection biases have both signs, head widths differ from each other, and 200 random tokens reach

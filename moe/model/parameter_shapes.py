@@ -1,0 +1,92 @@
+"""Our parameters by name: shape and precision of every tensor a network of this config is made of.
+
+The one list that allocation (`causal_lm.py`), loading (`checkpoint.py`) and dummy weights (`dummy.py`) agree on. Knows
+nothing of names on disk.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from moe.model.config import GQAConfig, MLAConfig, ModelConfig
+
+
+@dataclass(frozen=True)
+class ParameterSpec:
+    """Shape of one parameter; `keep_fp32` says that it stays fp32 whatever the model dtype is."""
+
+    shape: tuple[int, ...]
+    keep_fp32: bool = False
+
+
+def parameter_shapes(config: ModelConfig, num_slots: int) -> dict[str, ParameterSpec]:
+    """Every parameter of a rank that holds `num_slots` expert slots per sparse layer, in the network's order.
+
+    A tied head has no entry: it is `embed.weight` again.
+    """
+    V, D = config.vocab_size, config.hidden_size
+    shapes = {"embed.weight": ParameterSpec((V, D))}
+    for i in range(config.num_layers):
+        layer = f"layers.{i}."
+        shapes[f"{layer}attn_norm.weight"] = ParameterSpec((D,))
+        attention = config.attention
+        parts = _gqa_shapes(attention, D) if isinstance(attention, GQAConfig) else _mla_shapes(attention, D)
+        shapes |= {f"{layer}attn.{name}": ParameterSpec(shape) for name, shape in parts.items()}
+        shapes[f"{layer}mlp_norm.weight"] = ParameterSpec((D,))
+        if config.sparse_layers[i]:
+            shapes |= {f"{layer}moe.{name}": spec for name, spec in _moe_shapes(config, num_slots).items()}
+        else:
+            shapes[f"{layer}mlp.gate_up.weight"] = ParameterSpec((2 * config.dense_dim, D))
+            shapes[f"{layer}mlp.down.weight"] = ParameterSpec((D, config.dense_dim))
+    shapes["norm.weight"] = ParameterSpec((D,))
+    if not config.tie_embeddings:
+        shapes["lm_head.weight"] = ParameterSpec((V, D))
+    return shapes
+
+
+def _gqa_shapes(attention: GQAConfig, D: int) -> dict[str, tuple[int, ...]]:
+    H, G, C = attention.num_heads, attention.num_kv_heads, attention.head_dim
+    shapes: dict[str, tuple[int, ...]] = {"qkv.weight": ((H + 2 * G) * C, D)}
+    if attention.qkv_bias:
+        shapes["qkv.bias"] = ((H + 2 * G) * C,)
+    if attention.qk_norm:
+        shapes |= {"q_norm.weight": (C,), "k_norm.weight": (C,)}
+    shapes["o.weight"] = (D, H * C)
+    if attention.o_bias:
+        shapes["o.bias"] = (D,)
+    return shapes
+
+
+def _mla_shapes(attention: MLAConfig, D: int) -> dict[str, tuple[int, ...]]:
+    H, L, rank = attention.num_heads, attention.kv_lora_rank, attention.q_lora_rank
+    shapes: dict[str, tuple[int, ...]] = {}
+    if rank is None:
+        shapes["q.weight"] = (H * attention.qk_head_dim, D)
+    else:
+        shapes["q_a.weight"] = (rank, D)
+        if attention.qkv_bias:
+            shapes["q_a.bias"] = (rank,)
+        shapes["q_a_norm.weight"] = (rank,)
+        shapes["q_b.weight"] = (H * attention.qk_head_dim, rank)
+    shapes["kv_a.weight"] = (L + attention.qk_rope_head_dim, D)
+    if attention.qkv_bias:
+        shapes["kv_a.bias"] = (L + attention.qk_rope_head_dim,)
+    shapes["kv_a_norm.weight"] = (L,)
+    shapes["kv_b.weight"] = (H * (attention.qk_nope_head_dim + attention.v_head_dim), L)
+    shapes["o.weight"] = (D, H * attention.v_head_dim)
+    if attention.o_bias:
+        shapes["o.bias"] = (D,)
+    return shapes
+
+
+def _moe_shapes(config: ModelConfig, num_slots: int) -> dict[str, ParameterSpec]:
+    moe, D = config.moe, config.hidden_size
+    shapes = {"gate.weight": ParameterSpec((moe.num_experts, D))}
+    if moe.correction_bias:
+        shapes["gate.bias"] = ParameterSpec((moe.num_experts,), keep_fp32=True)
+    shapes["experts.w13"] = ParameterSpec((num_slots, 2 * moe.expert_dim, D))
+    shapes["experts.w2"] = ParameterSpec((num_slots, D, moe.expert_dim))
+    if moe.shared_dim:
+        shapes["shared.gate_up.weight"] = ParameterSpec((2 * moe.shared_dim, D))
+        shapes["shared.down.weight"] = ParameterSpec((D, moe.shared_dim))
+    return shapes
