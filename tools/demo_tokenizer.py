@@ -85,13 +85,13 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
 
 def encode_documents(tokenizer: PreTrainedTokenizerFast, chapters: list[str]) -> list[list[int]]:
     """One document per chapter: BOS, text, EOS."""
-    return [[*ids, EOS_ID] for ids in tokenizer(chapters)["input_ids"]]  # pyright: ignore[reportGeneralTypeIssues, reportArgumentType, reportReturnType]
+    return [[*ids, EOS_ID] for ids in tokenizer(chapters, verbose=False)["input_ids"]]  # pyright: ignore[reportGeneralTypeIssues, reportArgumentType, reportReturnType]
 
 
 def encode_chats(tokenizer: PreTrainedTokenizerFast, conversations: list[list[Message]]) -> list[list[int]]:
     """One document per conversation, as the template writes it (its own BOS, so none is added)."""
     rendered = [render_chat(conversation) for conversation in conversations]
-    return tokenizer(rendered, add_special_tokens=False)["input_ids"]  # pyright: ignore[reportReturnType]
+    return tokenizer(rendered, add_special_tokens=False, verbose=False)["input_ids"]  # pyright: ignore[reportReturnType]
 
 
 def render_chat(conversation: list[Message]) -> str:

@@ -19,6 +19,7 @@ import platform
 import subprocess
 import sys
 import tarfile
+import tempfile
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -35,6 +36,7 @@ from tools.demo_evaluation import Evaluation, evaluate, model_card, total_nats
 from tools.demo_text import Split, chats, read_text, split_chapters, vocabulary
 from tools.demo_tokenizer import encode_chats, encode_documents, save_tokenizer, train_tokenizer
 
+TITLES = {"mixtral": "Sortyard demo, Mixtral style", "deepseek": "Sortyard demo, DeepSeek-V3 style"}
 EXCERPT = "Luke 15"  # held out; about 4 KB
 MEASURED_STEPS = range(20, 50)  # within warm-up, where the learning rate does not yet depend on the number of steps
 
@@ -55,6 +57,7 @@ class Recipe:
     clip_norm: float = 1.0
     aux_loss_weight: float = 0.01  # Mixtral, per layer
     bias_gamma: float = 0.003  # DeepSeek, falls to 0 with the learning rate
+    validations: int = 20
 
     def decay(self, step: int) -> float:
         """Factor on the learning rate: linear warm-up, then half a cosine to 0."""
@@ -127,6 +130,27 @@ def make_optimizer(model: PreTrainedModel, recipe: Recipe, device: str) -> torch
     return torch.optim.AdamW(groups, lr=recipe.peak_lr, betas=(0.9, 0.95), fused=device == "cuda")
 
 
+class BestWeights:
+    """Validates now and then, and remembers the weights that did best."""
+
+    def __init__(self) -> None:
+        self.bpb, self.step = math.inf, 0
+        self._state: dict[str, Tensor] = {}
+
+    def validate(self, model: PreTrainedModel, corpus: Corpus, context: int, step: int) -> float:
+        """Bits per byte over the validation chapters, now."""
+        model.eval()
+        bpb = total_nats(model, corpus.validation, context)[0] / math.log(2) / corpus.validation_bytes
+        model.train()
+        if bpb < self.bpb:
+            self.bpb, self.step = bpb, step
+            self._state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        return bpb
+
+    def restore(self, model: PreTrainedModel) -> None:
+        model.load_state_dict(self._state)
+
+
 def train(
     family: str, model: PreTrainedModel, corpus: Corpus, recipe: Recipe, minutes: float
 ) -> tuple[Recipe, dict[str, str]]:
@@ -135,8 +159,10 @@ def train(
     optimizer = make_optimizer(model, recipe, device)
     loads, biases = demo_models.watch_loads(model), demo_models.correction_biases(model)
     generator = torch.Generator(device=device).manual_seed(recipe.seed)
-    best_bpb, best_step, best_state, last_entropy = math.inf, 0, {}, math.inf
+    best = BestWeights()
     start = printed = measured_from = time.monotonic()
+    entropy = torch.zeros(())
+    model.train()
     step = 0
     while step < recipe.steps:
         if step == MEASURED_STEPS.start:
@@ -146,37 +172,30 @@ def train(
         decay = recipe.decay(step)
         for group in optimizer.param_groups:
             group["lr"] = recipe.peak_lr * decay
-        model.train()
         with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
             loss, entropy = training_loss(model, corpus.batch(recipe, generator), recipe)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.clip_norm)
         optimizer.step()
         optimizer.zero_grad()
-        demo_models.nudge_biases(biases, loads.take(), recipe.bias_gamma * decay)
+        if biases:
+            demo_models.nudge_biases(biases, loads.take(), recipe.bias_gamma * decay)
         step += 1
-        if step % max(1, recipe.steps // 20) == 0 or step == recipe.steps:
-            model.eval()
-            bpb = total_nats(model, corpus.validation, recipe.context)[0] / math.log(2) / corpus.validation_bytes
-            loads.take()  # validation must not move the biases
-            last_entropy = float(entropy)
-            if bpb < best_bpb:
-                best_bpb, best_step = bpb, step
-                best_state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-            _say(
-                family, f"step {step}/{recipe.steps} validation {bpb:.4f} bits per byte, train {last_entropy:.4f} nats"
-            )
+        if step % max(1, recipe.steps // recipe.validations) == 0 or step == recipe.steps:
+            bpb = best.validate(model, corpus, recipe.context, step)
+            loads.take()  # what validation counted must not move the biases
+            _say(family, f"step {step}/{recipe.steps}: validation {bpb:.4f} bits per byte")
         if time.monotonic() - printed > 15:
             printed = time.monotonic()
-            _say(family, f"step {step}/{recipe.steps} train {float(entropy):.4f} nats, {printed - start:.0f} s")
-    model.load_state_dict(best_state)
+            _say(family, f"step {step}/{recipe.steps}: train {entropy.item():.4f} nats, {printed - start:.0f} s")
+    best.restore(model)
     seen = step * (recipe.plain_rows + recipe.chat_rows) * recipe.context
     plain_epochs = step * recipe.plain_rows * recipe.context / corpus.chapters_T.numel()
     return recipe, {
-        "steps": f"{step} (checkpoint of step {best_step}, best on the validation chapters)",
+        "steps": f"{step} (checkpoint of step {best.step}, best on the validation chapters)",
         "tokens seen": f"{seen} ({plain_epochs:.0f} times the training chapters, the rest conversations over them)",
-        "training loss at the end, nats per token (with dropout)": f"{last_entropy:.4f}",
-        "validation bits per byte": f"{best_bpb:.4f}",
+        "training loss of the last step, nats per token (with dropout)": f"{entropy.item():.4f}",
+        "validation bits per byte": f"{best.bpb:.4f}",
         "training time": f"{time.monotonic() - start:.0f} s on {_device_name(device)}",
     }
 
@@ -186,7 +205,8 @@ def run_family(family: str, args: argparse.Namespace) -> list[str]:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     recipe = Recipe(steps=args.steps, seed=args.seed, dropout=args.dropout)
     if args.tiny:
-        recipe = Recipe(steps=args.steps, seed=args.seed, plain_rows=3, chat_rows=1, context=128, warmup_steps=20)
+        tiny = {"plain_rows": 3, "chat_rows": 1, "context": 256, "warmup_steps": 10, "validations": 2}
+        recipe = Recipe(**{**asdict(recipe), **tiny})
     torch.manual_seed(recipe.seed)
     torch.set_float32_matmul_precision("high")
     text = read_text(args.text)
@@ -195,16 +215,10 @@ def run_family(family: str, args: argparse.Namespace) -> list[str]:
     corpus = make_corpus(tokenizer, split, seed=recipe.seed, device=device)
     model = demo_models.build_model(family).to(device)
     num_parameters = sum(p.numel() for p in model.parameters())
-    _say(
-        family,
-        f"{num_parameters} parameters, {corpus.chapters_T.numel()} chapter tokens, {corpus.chats_T.numel()} chat tokens",
-    )
+    sizes = f"{corpus.chapters_T.numel()} chapter tokens, {corpus.chats_T.numel()} chat tokens"
+    _say(family, f"{num_parameters} parameters, {sizes}")
     demo_models.add_dropout(model, recipe.dropout)
     recipe, rows = train(family, model, corpus, recipe, args.minutes)
-    folder = args.out / f"demo-{family}"
-    demo_models.save_model(model, folder, stacked=family == "deepseek")
-    save_tokenizer(tokenizer, folder)
-    figures = evaluate(folder, text, split, device=device, seed=recipe.seed)
     command = f"python -m tools.train_demo --text kjv.txt.xz --out OUT --family {family} --steps {recipe.steps}"
     rows = {
         "trained by": f"`{command} --seed {recipe.seed} --dropout {recipe.dropout}`",
@@ -213,11 +227,15 @@ def run_family(family: str, args: argparse.Namespace) -> list[str]:
         "made with": f"torch {torch.__version__}, transformers {transformers.__version__}",
         **rows,
     }
-    title = {"mixtral": "Sortyard demo, Mixtral style", "deepseek": "Sortyard demo, DeepSeek-V3 style"}[family]
-    (folder / "README.md").write_text(model_card(title, figures, rows), encoding="utf-8")
-    with tarfile.open(args.out / f"demo-{family}.tar", "w") as archive:
-        for path in sorted(folder.iterdir()):
-            archive.add(path, arcname=path.name)
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        demo_models.save_model(model, folder, stacked=family == "deepseek")
+        save_tokenizer(tokenizer, folder)
+        figures = evaluate(folder, text, split, device=device, seed=recipe.seed)
+        (folder / "README.md").write_text(model_card(TITLES[family], figures, rows), encoding="utf-8")
+        with tarfile.open(args.out / f"demo-{family}.tar", "w") as archive:
+            for path in sorted(folder.iterdir()):
+                archive.add(path, arcname=path.name)
     return report(family, figures)
 
 
@@ -285,6 +303,7 @@ def main() -> int:
     parser.add_argument("--dropout", type=float, default=Recipe.dropout)
     parser.add_argument("--tiny", action="store_true", help="small batches: tries the whole path on a CPU")
     args = parser.parse_args()
+    transformers.utils.logging.disable_progress_bar()
     if args.evaluate is not None:
         text = read_text(args.text)
         device = "cuda" if torch.cuda.is_available() else "cpu"
