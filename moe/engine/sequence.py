@@ -1,0 +1,98 @@
+"""One sample of one request while it lives: its tokens, its blocks, how far the network has come with it.
+
+Knows tokens, positions and block keys; knows nothing of scheduling order, tensors or text.
+
+    positions   0 ............ num_prompt ............ num_tokens
+                | prompt: prefill  | generated: decode |
+    computed    0 .... num_computed: the KV cache holds these
+
+A position's kind depends on the prompt's length alone. After a preemption the prompt is prefilled again and the
+generated tokens are replayed, one forced token a decode step, so the cache gets the bits it had.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from kv_cache.block_table import BlockTable
+from kv_cache.prefix_cache import BlockKey, block_key
+from moe.engine.request import Request, TokenLogprobs
+
+
+class Status(Enum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+@dataclass(eq=False)
+class Sequence:
+    """Sample `index` of `request`. `max_tokens`: the most it may generate, all limits taken together."""
+
+    request: Request
+    index: int
+    prompt_ids: list[int]
+    max_tokens: int
+    table: BlockTable
+    leader: Sequence | None = None  # the first sample of the request, whose prompt blocks the others share
+    output_ids: list[int] = field(default_factory=list)
+    status: Status = Status.WAITING
+    num_computed: int = 0
+    num_committed: int = 0  # leading blocks that the prefix cache knows
+    num_cached: int = 0  # prompt tokens found in the prefix cache when first admitted
+    outputs_when_admitted: int = 0
+    times_admitted: int = 0
+    prompt_chunks: int = 0  # prefill chunks run since it was admitted
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    cumulative_logprob: float = 0.0
+    prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
+    keys: list[BlockKey] = field(default_factory=list)
+    seed: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.seed = self.request.seed_of(self.index)
+
+    @property
+    def num_prompt(self) -> int:
+        return len(self.prompt_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prompt_ids) + len(self.output_ids)
+
+    @property
+    def in_prefill(self) -> bool:
+        return self.num_computed < len(self.prompt_ids)
+
+    @property
+    def finished(self) -> bool:
+        return self.status is Status.FINISHED
+
+    @property
+    def wants_prompt_rows(self) -> bool:
+        """Whether logits of prompt rows are still owed; such a prompt is computed in full, whatever is cached."""
+        wanted = self.index == 0 and self.request.params.prompt_logprobs is not None
+        return wanted and len(self.prompt_logprobs) < self.num_prompt
+
+    def needs_token(self, num_computed: int) -> bool:
+        """Whether the row of position num_computed - 1 must be sampled: it is the newest token's."""
+        return num_computed == self.num_tokens
+
+    def token_at(self, position: int) -> int:
+        """Token of a position; the next one to feed is token_at(num_computed)."""
+        if position < len(self.prompt_ids):
+            return self.prompt_ids[position]
+        return self.output_ids[position - len(self.prompt_ids)]
+
+    def known_keys(self, root: BlockKey, num_blocks: int) -> list[BlockKey]:
+        """Keys of the first `num_blocks` blocks, all full of known tokens; computed once each."""
+        size = self.table.block_size
+        assert num_blocks * size <= self.num_tokens, "a block with unknown tokens has no key"
+        for index in range(len(self.keys), num_blocks):
+            start, stop = index * size, (index + 1) * size
+            prompt_part = self.prompt_ids[start:stop]
+            output_part = self.output_ids[max(0, start - self.num_prompt) : max(0, stop - self.num_prompt)]
+            parent = self.keys[-1] if self.keys else root
+            self.keys.append(block_key(parent, prompt_part + output_part, len(prompt_part)))
+        return self.keys[:num_blocks]

@@ -1,0 +1,67 @@
+"""Counters of a run: steps, tokens, cache, preemptions, times, expert load. Numbers only; the engine writes them."""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+# Times to first token kept for the median: enough to be steady, small enough for a job of any size.
+KEPT_TIMES = 10_000
+
+
+@dataclass
+class EngineStats:
+    """Since the engine was made, or since `reset`. Times are in seconds, of a monotonic clock."""
+
+    steps: int = 0
+    mixed_steps: int = 0  # decode rows and prompt chunks together
+    chunks: int = 0  # prompt chunks run
+    split_prompts: int = 0  # prompts that took two chunks or more
+    cached_tokens: int = 0  # prompt tokens found in the prefix cache at first admission
+    preemptions: int = 0
+    replayed_tokens: int = 0  # generated tokens fed again after a preemption
+    requests: int = 0  # ended, whatever the ending
+    failed_requests: int = 0
+    prompt_tokens: int = 0  # of requests that were accepted
+    computed_prompt_tokens: int = 0  # prefilled, again after a preemption included
+    output_tokens: int = 0
+    kv_blocks_total: int = 0
+    kv_blocks_used: int = 0
+    kv_blocks_peak: int = 0
+    step_seconds: float = 0.0
+    ttft_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT_TIMES))
+    expert_counts: list[list[int]] = field(default_factory=list)  # tokens per sparse layer and logical expert
+
+    def reset(self) -> None:
+        """Begin again, in place; the size of the cache stays."""
+        fresh = EngineStats(kv_blocks_total=self.kv_blocks_total)
+        self.__dict__.update(fresh.__dict__)
+
+    @property
+    def kv_peak_use(self) -> float:
+        """Largest share of the cache's blocks in use at once."""
+        return self.kv_blocks_peak / self.kv_blocks_total if self.kv_blocks_total else 0.0
+
+    @property
+    def ttft_median(self) -> float | None:
+        return statistics.median(self.ttft_seconds) if self.ttft_seconds else None
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Generated tokens over the time spent in steps."""
+        return self.output_tokens / self.step_seconds if self.step_seconds > 0 else 0.0
+
+    @property
+    def expert_balance(self) -> float | None:
+        """Mean over maximum of the tokens per expert, averaged over sparse layers: 1 is perfect."""
+        per_layer = [sum(counts) / len(counts) / max(counts) for counts in self.expert_counts if any(counts)]
+        return statistics.fmean(per_layer) if per_layer else None
+
+    def as_dict(self) -> dict[str, Any]:
+        """For reports: every counter and every derived number, JSON-ready."""
+        names = [name for name in self.__dataclass_fields__ if name not in ("ttft_seconds", "expert_counts")]
+        counters: dict[str, Any] = {name: getattr(self, name) for name in names}
+        derived = ("kv_peak_use", "ttft_median", "tokens_per_second", "expert_balance")
+        return counters | {name: getattr(self, name) for name in derived}
