@@ -50,7 +50,8 @@ class MemoryPlan:
         lines += [f"  {name:<22}{size:>12}" for name, size in rows]
         lines.append(
             f"  {self.num_blocks} KV blocks of {self.block_size} tokens (by {self.chosen_by}): "
-            f"{self.capacity_tokens} tokens, {self.capacity_tokens / self.max_model_len:.1f} sequences of {self.max_model_len}"
+            f"{self.capacity_tokens} tokens, "
+            f"{self.capacity_tokens / self.max_model_len:.1f} sequences of {self.max_model_len}"
         )
         if self.capacity_tokens < self.max_model_len:
             lines.append(
@@ -125,8 +126,8 @@ def _no_room(layout: KVLayout, memory: DeviceMemory, by: str) -> str:
         )
     return (
         f"{by} leaves no room for a KV block on {memory.name}: of {_gib(memory.total)}, "
-        f"weights take {_gib(memory.weights)}, workspace {_gib(memory.workspace)}, others {_gib(memory.other)}; raise cache.memory_fraction, lower "
-        "engine.max_batched_tokens, or use a larger GPU."
+        f"weights take {_gib(memory.weights)}, workspace {_gib(memory.workspace)}, "
+        f"others {_gib(memory.other)}; raise cache.memory_fraction, lower engine.max_batched_tokens, or use a larger GPU."
     )
 
 

@@ -4,9 +4,10 @@ Knows sequences, blocks and limits; knows nothing of tensors, sampling or text. 
 
 A step holds one row for every decoding sequence, then chunks of prompts with what the budget leaves; admission binds
 the blocks of all tokens known of a sequence, so only decoding can run out of them. Then the newest running sequence
-gives way: it goes back to the front of the queue and gets its cache back later (see sequence.py). A new one is admitted only if every
-running sequence can still grow by one block, so that admission and preemption do not chase each other; a sequence
-alone always fits, or `never_fits` rejected it. All endings and preemptions give blocks back in `_release`.
+gives way: it goes back to the front of the queue and gets its cache back later (see sequence.py). A new one
+is admitted only if every running sequence can still grow by one block, so that admission and preemption do not chase
+each other; a sequence alone always fits, or `never_fits` rejected it. All endings and preemptions give blocks back in
+`_release`.
 """
 
 from __future__ import annotations

@@ -32,7 +32,9 @@ class EngineStats:
     kv_blocks_peak: int = 0
     step_seconds: float = 0.0
     ttft_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT_TIMES))
-    expert_counts: list[list[int]] = field(default_factory=list)  # tokens per sparse layer and logical expert
+    # Filled by Engine.count_experts, which waits for the device.
+    expert_counts: list[list[int]] = field(default_factory=list)  # tokens per layer and logical expert
+    expert_balance: float | None = None  # mean over max of them, averaged over sparse layers: 1 is even
 
     def reset(self) -> None:
         """Begin again, in place; the size of the cache stays."""
@@ -53,15 +55,9 @@ class EngineStats:
         """Generated tokens over the time spent in steps."""
         return self.output_tokens / self.step_seconds if self.step_seconds > 0 else 0.0
 
-    @property
-    def expert_balance(self) -> float | None:
-        """Mean over maximum of the tokens per expert, averaged over sparse layers: 1 is perfect."""
-        per_layer = [sum(counts) / len(counts) / max(counts) for counts in self.expert_counts if any(counts)]
-        return statistics.fmean(per_layer) if per_layer else None
-
     def as_dict(self) -> dict[str, Any]:
         """For reports: every counter and every derived number, JSON-ready."""
         names = [name for name in self.__dataclass_fields__ if name not in ("ttft_seconds", "expert_counts")]
         counters: dict[str, Any] = {name: getattr(self, name) for name in names}
-        derived = ("kv_peak_use", "ttft_median", "tokens_per_second", "expert_balance")
+        derived = ("kv_peak_use", "ttft_median", "tokens_per_second")
         return counters | {name: getattr(self, name) for name in derived}
