@@ -1,0 +1,60 @@
+"""Compiles a Triton kernel ahead of time, for GPUs this machine need not have: does it build for every supported card?
+
+Knows signatures and architectures; runs nothing. Not for the interpreter's process, where a kernel is plain Python.
+
+    @aot
+    @pytest.mark.parametrize("arch", ARCHS)
+    def test_compiles(arch):
+        compile_ahead(_add_kernel, arch, {"x_ptr": "*bf16", "n": "i32", "bias_ptr": None, "BLOCK": 128}, num_warps=4)
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+import pytest
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+ARCHS = (80, 89, 90, 100)
+"""Compute capabilities x 10: A100, RTX 40 / L4, H100 and H200, B200."""
+
+aot = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter's process holds no compilable kernels"
+)
+
+
+def compile_ahead(
+    kernel,
+    arch: int,
+    args: Mapping[str, object],
+    *,
+    num_warps: int = 4,
+    num_stages: int = 3,
+    aligned: bool = True,
+) -> bytes:
+    """The cubin of `kernel` for sm_`arch`; raises what the compiler raises.
+
+    `args` names every parameter: a type string ("*bf16", "*i32", "i32", "i64", "fp32") where the kernel takes a runtime
+    value, the value where it is `tl.constexpr`, None for an absent pointer. `aligned`: pointers, integers are promised
+    to be multiples of 16, as they are for the usual sizes; False is the code for odd ones.
+    """
+    wanted = {parameter.name for parameter in kernel.params}
+    assert wanted == set(args), f"parameters missing: {wanted - set(args)}, unknown: {set(args) - wanted}"
+    signature, constexprs, attrs = {}, {}, {}
+    for index, parameter in enumerate(kernel.params):
+        value = args[parameter.name]
+        if parameter.is_constexpr or value is None:
+            signature[parameter.name] = "constexpr"
+            constexprs[(index,)] = value
+            continue
+        assert isinstance(value, str), f"{parameter.name} is a runtime value; {value!r} is no type string"
+        signature[parameter.name] = value
+        if aligned and not value.startswith("fp"):
+            attrs[(index,)] = [["tt.divisibility", 16]]
+    source = ASTSource(kernel, signature, constexprs, attrs)
+    options = {"num_warps": num_warps, "num_stages": num_stages}
+    compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+    return compiled.asm["cubin"]
