@@ -57,7 +57,7 @@ lint: $(READY)
 	$(PY) -m ruff format --check .
 
 types: $(READY)
-	$(PY) -m pyright
+	$(PY) -m pyright --pythonpath "$$($(PY) -c 'import sys; print(sys.executable)')"
 
 unit: $(READY)
 	$(PYTEST) -m "$(CPU_ONLY) and not interpret"

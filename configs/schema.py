@@ -1,99 +1,156 @@
 """Every key of the command line and of `LLM(...)`, as plain dataclasses. Checked and frozen once, never edited after.
 
 Knows nothing of Hydra (registration is in `launch/`), torch or models: standard library and omegaconf only.
+`configs/checks.py` holds the cross-field checks; `freeze` runs them.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any
+
+
+def key(default: Any, text: str) -> Any:
+    """A field with its default and the line that `--help` prints for it. A list default is copied for each config."""
+    if isinstance(default, list):
+        return field(default_factory=lambda: list(default), metadata={"help": text})
+    return field(default=default, metadata={"help": text})
+
+
+class Section:
+    """A group of keys that can be closed: after `freeze`, setting an attribute is an error."""
+
+    _frozen = False
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if self._frozen:
+            raise AttributeError(f"{type(self).__name__} is frozen; {name} is set when the config is composed.")
+        object.__setattr__(self, name, value)
 
 
 @dataclass
-class SamplingConfig:
+class SamplingConfig(Section):
     """Defaults of every line; None takes the checkpoint's generation_config (chats) or the neutral value."""
 
-    max_tokens: int | None = None  # None: as many as max_model_len leaves
-    min_tokens: int = 0
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    seed: int = 0  # job seed: a line's seed is a hash of it, the line's id and the sample's index
-    n: int = 1
-    stop: list[str] = field(default_factory=list)
-    stop_token_ids: list[int] = field(default_factory=list)
-    include_stop: bool = False
-    ignore_eos: bool = False
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
+    max_tokens: int | None = key(None, "most tokens of an answer; null: as many as engine.max_model_len leaves")
+    min_tokens: int = key(0, "no end of sequence and no stop before so many tokens")
+    temperature: float | None = key(None, "0 is greedy; null: the checkpoint's own (chats), else 1")
+    top_p: float | None = key(None, "draw from the most likely tokens that hold so much probability; null or 1: all")
+    top_k: int | None = key(None, "draw from so many most likely tokens; null or 0: all")
+    min_p: float | None = key(None, "drop tokens below this share of the likeliest one's probability")
+    repetition_penalty: float | None = key(None, "divides the logits of tokens seen in prompt or answer; 1: off")
+    presence_penalty: float = key(0.0, "subtracted once from logits of tokens in the answer")
+    frequency_penalty: float = key(0.0, "subtracted from logits for each time a token is in the answer")
+    seed: int = key(0, "job seed; a line's seed is a hash of it, the line's id and the sample's index")
+    n: int = key(1, "answers for each prompt")
+    stop: list[str] = key([], "texts that end an answer")
+    stop_token_ids: list[int] = key([], "token ids that end an answer")
+    include_stop: bool = key(False, "leave the stop text in the answer")
+    ignore_eos: bool = key(False, "go on past the end of sequence (benchmarks)")
+    logprobs: int | None = key(None, "log-probabilities of so many likeliest tokens at each position")
+    prompt_logprobs: int | None = key(None, "the same for the prompt's positions")
 
 
 @dataclass
-class EngineConfig:
+class EngineConfig(Section):
     """Sizes and behaviour of the engine."""
 
-    device: str = "auto"  # auto | cuda | cpu
-    max_model_len: int | None = None  # None: the checkpoint's max_position_embeddings
-    max_num_seqs: int = 256
-    max_batched_tokens: int = 8192
-    prefill_chunk: int | None = None  # most prompt tokens of one request in one step; None: the token budget
-    cuda_graphs: bool = False
-    mla_workspace_tokens: int = 32768  # rows of expanded keys and values that MLA prefill holds at a time
-    step_timeout_s: float = 300.0  # the watchdog speaks after this
-    force_preempt_every: int = 0  # tests: preempt the newest running request every so many steps
-    seed: int = 0  # weights of load_format=dummy
+    device: str = key("auto", "auto, cuda or cpu")
+    max_model_len: int | None = key(None, "prompt and answer together; null: the checkpoint's max_position_embeddings")
+    max_num_seqs: int = key(256, "most answers in progress at a time")
+    max_batched_tokens: int = key(8192, "token budget of one step")
+    prefill_chunk: int | None = key(None, "most prompt tokens of one request in one step; null: the token budget")
+    cuda_graphs: bool = key(False, "replay decode steps as CUDA graphs")
+    mla_workspace_tokens: int = key(32768, "rows of expanded keys and values that MLA prefill holds at a time")
+    step_timeout_s: float = key(300.0, "the watchdog speaks when one step takes longer")
+    force_preempt_every: int = key(0, "tests: preempt the newest running request every so many steps; 0: never")
+    seed: int = key(0, "weights of load_format=dummy")
 
 
 @dataclass
-class CacheConfig:
+class CacheConfig(Section):
     """The paged KV cache."""
 
-    block_size: int = 16
-    num_blocks: int | None = None  # None: from memory_fraction (GPU) or cpu_gb (CPU)
-    dtype: str = "auto"
-    prefix_caching: bool = True
-    memory_fraction: float = 0.9
-    cpu_gb: float = 1.0
+    block_size: int = key(16, "token positions of one block")
+    num_blocks: int | None = key(None, "null: from memory_fraction (GPU) or cpu_gb (CPU)")
+    dtype: str = key("auto", "auto: the model's dtype")
+    prefix_caching: bool = key(True, "reuse the blocks of equal prompt beginnings")
+    memory_fraction: float = key(0.9, "share of the GPU's memory that weights, buffers and cache may use together")
+    cpu_gb: float = key(1.0, "GiB of cache on the CPU")
 
 
 @dataclass
-class ParallelConfig:
+class ParallelConfig(Section):
     """Experts over ranks. One rank today: `local`; the other dispatchers stand behind the same key."""
 
-    dispatcher: str = "auto"
-    combine: str = "exact"
-    row_cap: int | None = None
-    timeout_s: float = 600.0
+    dispatcher: str = key("auto", "auto or local")
+    combine: str = key("exact", "exact: the same bits whatever the number of ranks")
+    row_cap: int | None = key(None, "most rows a rank receives in one round; null: no cap")
+    timeout_s: float = key(600.0, "a collective that takes longer ends the run")
 
 
 @dataclass
-class JobConfig:
+class JobConfig(Section):
     """The job around the file."""
 
-    strict: bool = False  # a bad line stops the job before the model is loaded
-    limit: int | None = None  # only the first so many lines
-    report: str | None = None  # where to write the summary as JSON
-    chat_template: str | None = None  # a file or a template text, for checkpoints without one
-    window: int = 1024  # lines read ahead of the oldest unfinished one
-    dry_run: bool = False  # read and check every line, load no model
+    strict: bool = key(False, "check every line first; a bad one stops the job before the model is loaded")
+    limit: int | None = key(None, "only the first so many lines")
+    overwrite: bool = key(False, "replace an output file that exists")
+    report: str | None = key(None, "write the summary as JSON to this file")
+    chat_template: str | None = key(None, "a file or a template text, for checkpoints without one")
+    window: int = key(1024, "lines read ahead of the oldest unfinished one")
+    dry_run: bool = key(False, "read and check every line, load no model")
 
 
 @dataclass
-class Config:
+class Config(Section):
     """The whole command line."""
 
-    model: str = "demo"
-    revision: str | None = None
-    tokenizer: str | None = None
-    input: str | None = None
-    output: str | None = None
-    dtype: str = "auto"
-    load_format: str = "auto"  # auto | safetensors | dummy
+    model: str = key("demo", "a folder, a hub id, or demo, demo-deepseek")
+    revision: str | None = key(None, "branch, tag or commit of a hub id")
+    tokenizer: str | None = key(None, "folder or hub id of another tokenizer than the checkpoint's")
+    input: str | None = key(None, "JSONL file of prompts; null: the demo's prompts")
+    output: str | None = key(None, "JSONL file of answers; null: NAME.answers.jsonl in the current folder")
+    dtype: str = key("auto", "auto, bfloat16, float16 or float32")
+    load_format: str = key("auto", "auto, safetensors or dummy (weights from engine.seed)")
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     job: JobConfig = field(default_factory=JobConfig)
+
+
+@dataclass(frozen=True)
+class Key:
+    """One key of the command line, for help texts and error messages."""
+
+    name: str  # dotted
+    type: str  # as annotated, e.g. `int | None`
+    default: Any
+    help: str
+
+    @property
+    def nullable(self) -> bool:
+        return "None" in self.type
+
+    @property
+    def base(self) -> str:
+        """The type without None: str, int, float, bool, list[str] or list[int]."""
+        return self.type.replace(" | None", "")
+
+
+def known_keys() -> tuple[Key, ...]:
+    """Every key in the order of the schema."""
+    found: list[Key] = []
+
+    def visit(section: object, prefix: str) -> None:
+        assert is_dataclass(section), f"{section!r} is no section"
+        for item in fields(section):
+            value = getattr(section, item.name)
+            if isinstance(value, Section):
+                visit(value, f"{prefix}{item.name}.")
+            else:
+                found.append(Key(prefix + item.name, str(item.type), value, item.metadata["help"]))
+
+    visit(Config(), "")
+    return tuple(found)

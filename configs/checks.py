@@ -1,0 +1,126 @@
+"""Checks of a whole config that need neither a model nor a GPU, and `freeze`, which runs them and closes the config.
+
+Each message names the key, its value, what it conflicts with and the way out.
+"""
+
+from __future__ import annotations
+
+import math
+
+from configs.schema import Config, Section
+
+DTYPES = ("auto", "bfloat16", "float16", "float32")
+
+
+def freeze(config: Config) -> Config:
+    """Check `config`, then close it and its sections against any later change. Returns the same object."""
+    check(config)
+    for section in (*vars(config).values(), config):
+        if isinstance(section, Section):
+            object.__setattr__(section, "_frozen", True)
+    return config
+
+
+def check(config: Config) -> None:
+    """Raise ValueError for the first key that is out of its range or in conflict with another."""
+    _check_choices(config)
+    _check_sampling(config)
+    _check_engine(config)
+    _check_cache(config)
+    _check_job(config)
+
+
+def _check_choices(config: Config) -> None:
+    _one_of("dtype", config.dtype, DTYPES)
+    _one_of("load_format", config.load_format, ("auto", "safetensors", "dummy"))
+    _one_of("engine.device", config.engine.device, ("auto", "cuda", "cpu"))
+    _one_of("parallel.dispatcher", config.parallel.dispatcher, ("auto", "local"))
+    _one_of("parallel.combine", config.parallel.combine, ("exact",))
+    _one_of("cache.dtype", config.cache.dtype, DTYPES)
+    if not config.model:
+        raise ValueError("model='' is empty; give a folder, a hub id, or demo.")
+    for name in ("revision", "tokenizer", "input", "output"):
+        if getattr(config, name) == "":
+            raise ValueError(f"{name}='' is empty; leave the key out or give a value.")
+    if config.engine.cuda_graphs:
+        raise ValueError("engine.cuda_graphs=true: this version has no CUDA graphs yet; leave it false.")
+
+
+def _check_sampling(config: Config) -> None:
+    sampling = config.sampling
+    _number("sampling.max_tokens", sampling.max_tokens, 1)
+    _number("sampling.min_tokens", sampling.min_tokens, 0)
+    _number("sampling.temperature", sampling.temperature, 0)
+    _number("sampling.top_p", sampling.top_p, 0, 1, low_open=True)
+    _number("sampling.top_k", sampling.top_k, -1)
+    _number("sampling.min_p", sampling.min_p, 0, 1)
+    _number("sampling.repetition_penalty", sampling.repetition_penalty, 0, low_open=True)
+    _number("sampling.presence_penalty", sampling.presence_penalty, -2, 2)
+    _number("sampling.frequency_penalty", sampling.frequency_penalty, -2, 2)
+    _number("sampling.seed", sampling.seed, -(2**63), 2**63 - 1)
+    _number("sampling.n", sampling.n, 1, 1024)
+    _number("sampling.logprobs", sampling.logprobs, 0, 128)
+    _number("sampling.prompt_logprobs", sampling.prompt_logprobs, 0, 128)
+    if "" in sampling.stop:
+        raise ValueError(
+            f"sampling.stop={sampling.stop} has an empty string, which would match everywhere; leave it out."
+        )
+    for token_id in sampling.stop_token_ids:
+        _number("sampling.stop_token_ids", token_id, 0)
+    if sampling.max_tokens is not None and sampling.min_tokens > sampling.max_tokens:
+        raise ValueError(
+            f"sampling.min_tokens={sampling.min_tokens} exceeds sampling.max_tokens={sampling.max_tokens}; "
+            "lower the first or raise the second."
+        )
+
+
+def _check_engine(config: Config) -> None:
+    engine, sampling = config.engine, config.sampling
+    _number("engine.max_model_len", engine.max_model_len, 1)
+    _number("engine.max_num_seqs", engine.max_num_seqs, 1)
+    _number("engine.max_batched_tokens", engine.max_batched_tokens, 1)
+    _number("engine.prefill_chunk", engine.prefill_chunk, 1)
+    _number("engine.mla_workspace_tokens", engine.mla_workspace_tokens, 1)
+    _number("engine.step_timeout_s", engine.step_timeout_s, 0, low_open=True)
+    _number("engine.force_preempt_every", engine.force_preempt_every, 0)
+    if engine.prefill_chunk is not None and engine.prefill_chunk > engine.max_batched_tokens:
+        raise ValueError(
+            f"engine.prefill_chunk={engine.prefill_chunk} exceeds engine.max_batched_tokens="
+            f"{engine.max_batched_tokens}, so no step could hold it; lower the first or raise the second."
+        )
+    if engine.max_model_len is not None and sampling.min_tokens >= engine.max_model_len:
+        raise ValueError(
+            f"sampling.min_tokens={sampling.min_tokens} does not fit engine.max_model_len={engine.max_model_len}, "
+            "which counts the prompt too; lower the first or raise the second."
+        )
+
+
+def _check_cache(config: Config) -> None:
+    cache = config.cache
+    _number("cache.block_size", cache.block_size, 1, 1024)
+    _number("cache.num_blocks", cache.num_blocks, 1)
+    _number("cache.memory_fraction", cache.memory_fraction, 0, 1, low_open=True)
+    _number("cache.cpu_gb", cache.cpu_gb, 0, low_open=True)
+    _number("parallel.row_cap", config.parallel.row_cap, 1)
+    _number("parallel.timeout_s", config.parallel.timeout_s, 0, low_open=True)
+    if cache.block_size & (cache.block_size - 1):
+        raise ValueError(f"cache.block_size={cache.block_size} is no power of two; 16 suits most checkpoints, 64 MLA.")
+
+
+def _check_job(config: Config) -> None:
+    _number("job.limit", config.job.limit, 1)
+    _number("job.window", config.job.window, 1)
+
+
+def _one_of(name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"{name}={value!r} is unknown; give {' or '.join(choices)}.")
+
+
+def _number(name: str, value: float | None, low: float, high: float | None = None, *, low_open: bool = False) -> None:
+    """None passes: it stands for a default."""
+    if value is None:
+        return
+    if not math.isfinite(value) or value < low or (low_open and value == low) or (high is not None and value > high):
+        allowed = f"{'above' if low_open else 'from'} {low:.0f}" + (f" to {high:.0f}" if high is not None else " up")
+        raise ValueError(f"{name}={value} is out of range; give a value {allowed}.")
