@@ -51,3 +51,4 @@ class StepInput:
     decode: DecodeBatch | None
     prefill: PrefillBatch | None
     logits_rows_B: Tensor  # int64 [B'], the rows whose logits are wanted, in the order of the result
+    real_T: Tensor | None = None  # bool [T], False for padding rows (they count for nothing); None: every row is real

@@ -1,0 +1,91 @@
+"""Bring token rows to their experts and the results back: the interface, and the dispatcher of one rank.
+
+Knows rows, slots and ranks; knows nothing of what an expert computes. `reference.py` defines what is right.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, Protocol
+
+from torch import Tensor
+
+from kernels.combine import combine
+from kernels.pack import pack
+
+
+@dataclass(frozen=True)
+class ExpertInput:
+    """The rows of this rank's experts, grouped by slot: row r of slot s lies in offsets[s] <= r < offsets[s + 1].
+
+    Row r is rows_XD[row_index_R[r]], or rows_XD[r] where row_index_R is None. `num_rows` is a bound known on the host,
+    the same whatever the routing; rows past offsets[-1] exist but mean nothing and are never read back.
+    `handle` goes back to the same dispatcher's `combine`, once.
+    """
+
+    rows_XD: Tensor
+    row_index_R: Tensor | None
+    offsets_S1: Tensor
+    num_rows: int
+    handle: Any
+
+
+class Dispatcher(Protocol):
+    """Two verbs around the experts.
+
+    `graph_safe`: no host sync and no shape that depends on the routing. `row_cap`: the most rows of x it takes at a
+    time, None for any number. `rows_once`: whether a token that goes to several experts of one rank arrives there once
+    (per_rank) or once for each (per_expert).
+    """
+
+    @property
+    def graph_safe(self) -> bool: ...
+
+    @property
+    def row_cap(self) -> int | None: ...
+
+    @property
+    def rows_once(self) -> Literal["per_rank", "per_expert"]: ...
+
+    def dispatch(self, x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor) -> ExpertInput:
+        """Hand every row to the slots of its K experts. An id without a slot anywhere (-1) takes no part."""
+        ...
+
+    def combine(self, y_RD: Tensor, handle: Any) -> Tensor:
+        """The complete sum over the K experts of every token, in the dtype of y: no further reduction may follow."""
+        ...
+
+
+class LocalHandle(NamedTuple):
+    """Where the results of a token lie, and what they weigh."""
+
+    packed_row_TK: Tensor
+    weights_TK: Tensor
+
+
+class LocalDispatcher:
+    """One rank holds every expert it uses. Rows are not copied: the first product gathers them by index.
+
+    slot_of_E int32 [E]: the slot of each logical expert here, -1 for none; such an expert adds nothing to the sum.
+    """
+
+    graph_safe: bool = True
+    row_cap: int | None = None
+    rows_once: Literal["per_rank", "per_expert"] = "per_rank"
+
+    def __init__(self, slot_of_E: Tensor, num_slots: int) -> None:
+        self.slot_of_E = slot_of_E
+        self.num_slots = num_slots
+
+    def dispatch(self, x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor) -> ExpertInput:
+        packed = pack(expert_ids_TK, self.slot_of_E, self.num_slots)
+        return ExpertInput(
+            rows_XD=x_TD,
+            row_index_R=packed.row_token_R,
+            offsets_S1=packed.offsets_S1,
+            num_rows=expert_ids_TK.numel(),
+            handle=LocalHandle(packed.packed_row_TK, weights_TK),
+        )
+
+    def combine(self, y_RD: Tensor, handle: LocalHandle) -> Tensor:
+        return combine(y_RD, handle.packed_row_TK, handle.weights_TK)

@@ -1,0 +1,82 @@
+"""Grouped-query attention of one layer: project, normalise, rotate, write the cache, read it back. Knows no MLP.
+
+Decode rows and prefill rows take different kernels; both read keys and values from the paged cache, also those that
+this very step wrote.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kernels.attention_decode import attention_decode
+from kernels.attention_prefill import attention_prefill
+from kernels.kv_store import kv_store
+from kernels.rmsnorm import rmsnorm
+from kernels.rope import rope_
+from moe.model.config import GQAConfig, ModelConfig
+from moe.model.linear import Parameters
+from moe.model.step_plan import StepPlan
+
+
+class GQAttention:
+    """H query heads share G key/value heads of width C. The cache of a layer is [N, 2, P, G, C]: keys, then values."""
+
+    def __init__(self, config: ModelConfig, index: int, parameters: Parameters, cos_sin_PR: Tensor) -> None:
+        assert isinstance(config.attention, GQAConfig), f"layer {index} is no grouped-query attention"
+        name = f"layers.{index}.attn"
+        self.heads = config.attention
+        self.window = config.sliding_windows[index]
+        self.scale = config.softmax_scale
+        self.norm_eps = config.norm_eps
+        self.interleaved = config.rope.interleaved
+        self.cos_sin_PR = cos_sin_PR
+        self.qkv = parameters.linear(f"{name}.qkv")
+        self.o = parameters.linear(f"{name}.o")
+        self.q_norm_C = parameters.get(f"{name}.q_norm.weight")
+        self.k_norm_C = parameters.get(f"{name}.k_norm.weight")
+
+    def __call__(self, x_TD: Tensor, plan: StepPlan, cache_N2PGC: Tensor) -> Tensor:
+        step = plan.step
+        H, G, C = self.heads.num_heads, self.heads.num_kv_heads, self.heads.head_dim
+        q_THC, k_TGC, v_TGC = self.qkv(x_TD).view(-1, H + 2 * G, C).split((H, G, G), dim=1)
+        if self.q_norm_C is not None and self.k_norm_C is not None:
+            q_THC = rmsnorm(q_THC, self.q_norm_C, self.norm_eps)
+            k_TGC = rmsnorm(k_TGC, self.k_norm_C, self.norm_eps)
+        rope_(q_THC, step.positions_T, self.cos_sin_PR, interleaved=self.interleaved)
+        rope_(k_TGC, step.positions_T, self.cos_sin_PR, interleaved=self.interleaved)
+        k_cache_NPGC, v_cache_NPGC = cache_N2PGC[:, 0], cache_N2PGC[:, 1]
+        kv_store(k_TGC, v_TGC, k_cache_NPGC, v_cache_NPGC, step.slot_mapping_T)
+
+        parts: list[Tensor] = []
+        if step.decode is not None:
+            parts.append(
+                attention_decode(
+                    q_THC[: step.num_decode],
+                    k_cache_NPGC,
+                    v_cache_NPGC,
+                    step.decode.block_tables_BM,
+                    step.decode.kv_lens_B,
+                    scale=self.scale,
+                    window=self.window,
+                    max_kv_len=step.decode.max_kv_len,
+                )
+            )
+        if step.prefill is not None:
+            parts.append(
+                attention_prefill(
+                    q_THC[step.num_decode :],
+                    k_cache_NPGC,
+                    v_cache_NPGC,
+                    step.prefill.block_tables_BM,
+                    step.prefill.query_starts_B1,
+                    step.prefill.query_offsets_B,
+                    step.prefill.kv_lens_B,
+                    scale=self.scale,
+                    window=self.window,
+                    max_query_len=step.prefill.max_query_len,
+                    max_kv_len=step.prefill.max_kv_len,
+                )
+            )
+        out_THC = torch.cat(parts) if len(parts) != 1 else parts[0]
+        return self.o(out_THC.reshape(-1, H * C))

@@ -1,0 +1,125 @@
+"""The network: token ids of a step in, fp32 logits of the wanted rows out. Driven by `ModelConfig`; knows no family.
+
+Owns every parameter (`targets()`), the rope table and MLA's workspace; the KV cache belongs to the caller.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from expert_parallel.dispatcher import LocalDispatcher
+from expert_parallel.placement import Placement
+from kernels.rmsnorm import rmsnorm_residual
+from moe.model.block import Block
+from moe.model.config import MLAConfig, ModelConfig
+from moe.model.embedding import Embedding, Head
+from moe.model.linear import Parameters
+from moe.model.mla import MLAttention, MLAWorkspace
+from moe.model.parameter_shapes import parameter_shapes
+from moe.model.rope_table import rope_table
+from moe.model.step_input import StepInput
+from moe.model.step_plan import StepPlan, plan_step
+from router.load import LoadCounter
+
+
+class CausalLM:
+    """A decoder with its parameters allocated but not filled: load into `targets()`, then call `finalize()`.
+
+    `max_model_len` is the longest sequence the engine admits: the rope table is exactly that long. `load`, where given,
+    counts the rows of each expert: LoadCounter(config.num_layers, config.moe.num_experts, device). `products` says
+    after `finalize` which implementation each linear shape uses.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        max_model_len: int,
+        mla_workspace_tokens: int,
+        placement: Placement | None = None,
+        rank: int = 0,
+        load: LoadCounter | None = None,
+    ) -> None:
+        self.config = config
+        self.dtype = dtype
+        self.device = device
+        self.max_model_len = max_model_len
+        self.placement = placement or Placement.contiguous(config.moe.num_experts, num_ranks=1)
+        self.experts = self.placement.experts_of(rank)
+        self.load = load
+        self.products: dict[str, str] = {}
+        self.mla_workspace_tokens: int | None = None
+        workspace: MLAWorkspace | None = None
+        if isinstance(config.attention, MLAConfig):
+            self.mla_workspace_tokens = mla_workspace_tokens
+            workspace = MLAWorkspace(config.attention, mla_workspace_tokens, dtype, device)
+        self.cos_sin_PR = rope_table(config.rope, max_model_len, device)
+        self.parameters = Parameters(
+            {
+                name: torch.empty(spec.shape, dtype=torch.float32 if spec.keep_fp32 else dtype, device=device)
+                for name, spec in parameter_shapes(config, len(self.experts)).items()
+            }
+        )
+        dispatcher = LocalDispatcher(self.placement.slot_table(rank, device), len(self.experts))
+        self.embedding = Embedding(self.parameters["embed.weight"])
+        self.blocks = [
+            Block(config, index, self.parameters, dispatcher, self.cos_sin_PR, workspace)
+            for index in range(config.num_layers)
+        ]
+        self.norm_D = self.parameters["norm.weight"]
+        self.head = Head(self.parameters["embed.weight" if config.tie_embeddings else "lm_head.weight"])
+
+    def targets(self) -> dict[str, Tensor]:
+        """Every tensor to fill, by our name, each once. Expert tensors hold the experts `self.experts`, in that order."""
+        return self.parameters.tensors
+
+    def finalize(self) -> None:
+        """After loading: split MLA's kv_b and choose the product of each linear shape."""
+        for block in self.blocks:
+            if isinstance(block.attention, MLAttention):
+                block.attention.finalize()
+        self.products = self.parameters.choose_products()
+
+    @torch.no_grad()
+    def forward(self, step: StepInput, kv_caches: Sequence[Tensor]) -> Tensor:
+        """fp32 logits [B', V] of the rows `step.logits_rows_B`. Writes the cache where slot_mapping says."""
+        x_TD, residual_TD = self._rows(step, kv_caches)
+        rows = step.logits_rows_B
+        x_BD, _ = rmsnorm_residual(x_TD[rows], residual_TD[rows], self.norm_D, self.config.norm_eps)
+        return self.head(x_BD)
+
+    @torch.no_grad()
+    def hidden(self, step: StepInput, kv_caches: Sequence[Tensor]) -> Tensor:
+        """x_TD after the last norm, every row."""
+        x_TD, residual_TD = self._rows(step, kv_caches)
+        return rmsnorm_residual(x_TD, residual_TD, self.norm_D, self.config.norm_eps)[0]
+
+    def _rows(self, step: StepInput, kv_caches: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        plan = self._plan(step, kv_caches)
+        x_TD: Tensor = self.embedding(step.token_ids_T)
+        residual_TD: Tensor | None = None
+        for block, kv_cache in zip(self.blocks, kv_caches, strict=True):
+            x_TD, residual_TD = block(x_TD, residual_TD, plan, kv_cache)
+        assert residual_TD is not None, "a network has at least one layer"
+        return x_TD, residual_TD
+
+    def _plan(self, step: StepInput, kv_caches: Sequence[Tensor]) -> StepPlan:
+        """Checks on the host what a kernel could only read out of bounds, then plans the step."""
+        longest = max(
+            step.decode.max_kv_len if step.decode is not None else 0,
+            max(step.prefill.kv_lens_host) if step.prefill is not None else 0,
+        )
+        assert longest <= self.max_model_len, (
+            f"a sequence of {longest} positions was scheduled, the position table holds {self.max_model_len}"
+        )
+        wanted = (self.config.num_layers, self.config.moe.num_experts)
+        assert self.load is None or (self.load.num_layers, self.load.num_experts) == wanted, (
+            f"the load counter is for {self.load.num_layers} layers of {self.load.num_experts} experts, not {wanted}"
+        )
+        page_size = kv_caches[0].shape[-2 if self.mla_workspace_tokens is not None else -3]
+        return plan_step(step, page_size, self.mla_workspace_tokens, self.load)

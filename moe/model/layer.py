@@ -1,0 +1,46 @@
+"""The Mixture-of-Experts layer. Start here: router -> dispatch -> experts -> combine, plus shared experts.
+
+Knows the order of those four and nothing of how each is done. Between the router and the end of combine nothing waits
+for the device and no shape depends on the routing.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from expert_parallel.dispatcher import Dispatcher
+from moe.model.config import MoEConfig
+from moe.model.experts import DenseMLP, Experts
+from moe.model.linear import Parameters
+from router.gate import Gate
+from router.load import LoadCounter
+
+
+class MoELayer:
+    """One sparse layer. Its output is complete on every rank: the dispatcher's combine is the only reduction of routed
+    rows, and shared experts are computed by each rank for its own rows, so nothing sums them a second time."""
+
+    def __init__(self, moe: MoEConfig, index: int, parameters: Parameters, dispatcher: Dispatcher) -> None:
+        name = f"layers.{index}.moe"
+        self.index = index
+        self.gate = Gate(parameters[f"{name}.gate.weight"], parameters.get(f"{name}.gate.bias"), moe.rule)
+        self.dispatcher = dispatcher
+        self.experts = Experts(parameters[f"{name}.experts.w13"], parameters[f"{name}.experts.w2"])
+        self.shared: DenseMLP | None = None
+        if moe.shared_dim:
+            down = parameters.linear(f"{name}.shared.down")
+            self.shared = DenseMLP(parameters[f"{name}.shared.gate_up.weight"], down)
+
+    def __call__(
+        self, x_TD: Tensor, all_rows_2: Tensor, load: LoadCounter | None = None, real_T: Tensor | None = None
+    ) -> Tensor:
+        """Rows in, rows out. `all_rows_2` is (0, T) on the device; `load` counts the rows that `real_T` calls real."""
+        routing = self.gate(x_TD)
+        if load is not None:
+            load.add(self.index, routing.expert_ids_TK, real_T)
+        inputs = self.dispatcher.dispatch(x_TD, routing.expert_ids_TK, routing.weights_TK)
+        y_RD = self.experts(inputs)
+        out_TD = self.dispatcher.combine(y_RD, inputs.handle)
+        if self.shared is not None:
+            out_TD += self.shared(x_TD, all_rows_2)  # unscaled: the routed scale belongs to the router's weights
+        return out_TD

@@ -1,0 +1,89 @@
+"""Matrix products with a parameter, and which implementation each shape uses. Knows nothing of layers.
+
+A row's bits must not depend on how many rows are multiplied with it. On a GPU the vendor library keeps to that except
+where it splits K for some numbers of rows, so each shape is tried once after loading: equal bits for every number of
+rows in a list gives it to the library, any difference gives it to the unsplit kernel. On the CPU the unsplit product
+(blocks of 32 rows) is always used: there the library's rows change with their number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kernels.linear import linear
+
+# Where a library changes its mind: powers of two, their neighbours, and odd sizes between them.
+TRIED_ROWS = (
+    *(1, 2, 3, 4, 5, 7, 8, 9, 12, 15, 16, 17, 24, 31, 32, 33, 40, 48, 63, 64, 65, 80, 96, 100, 127, 128, 129, 160),
+    *(192, 200, 255, 256, 257, 320, 384, 400, 511, 512, 513, 640, 777, 896, 1000, 1023, 1024, 2000, 4096),
+)
+
+
+def forbid_split_k() -> None:
+    """Tell torch's vendor library to sum bf16 and fp16 products in fp32 and over the whole of K. Process-wide."""
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = (False, False)  # pyright: ignore
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = (False, False)  # pyright: ignore
+
+
+class Linear:
+    """y = x W^T + b. `use_library` is set once, by `Parameters.choose_products`."""
+
+    def __init__(self, weight_NK: Tensor, bias_N: Tensor | None = None) -> None:
+        self.weight_NK = weight_NK
+        self.bias_N = bias_N
+        self.use_library = False
+
+    def __call__(self, x_MK: Tensor) -> Tensor:
+        if self.use_library:
+            return F.linear(x_MK, self.weight_NK, self.bias_N)
+        return linear(x_MK, self.weight_NK, self.bias_N)
+
+
+class Parameters:
+    """All parameters of one network by our name, and the linears made of them."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self.tensors = dict(tensors)
+        self.linears: dict[str, Linear] = {}
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.tensors[name]
+
+    def get(self, name: str) -> Tensor | None:
+        return self.tensors.get(name)
+
+    def linear(self, name: str) -> Linear:
+        """The product with `name.weight` and, where there is one, `name.bias`; the same object for the same name."""
+        if name not in self.linears:
+            self.linears[name] = Linear(self.tensors[f"{name}.weight"], self.tensors.get(f"{name}.bias"))
+        return self.linears[name]
+
+    def choose_products(self) -> dict[str, str]:
+        """Try each distinct shape once on its device; returns shape -> "library" or "unsplit", to be printed at start."""
+        chosen: dict[tuple[int, int, bool], bool] = {}
+        for product in self.linears.values():
+            shape = (*product.weight_NK.shape, product.bias_N is not None)
+            if shape not in chosen:
+                chosen[shape] = product.weight_NK.is_cuda and library_keeps_bits(product.weight_NK, product.bias_N)
+            product.use_library = chosen[shape]
+        return {
+            f"[{n}, {k}]{' + bias' if bias else ''}": "library" if library else "unsplit"
+            for (n, k, bias), library in chosen.items()
+        }
+
+
+def library_keeps_bits(weight_NK: Tensor, bias_N: Tensor | None = None) -> bool:
+    """Whether the library gives every row the same bits for all numbers of rows in TRIED_ROWS."""
+    most = max(TRIED_ROWS)
+    generator = torch.Generator(device=weight_NK.device).manual_seed(0)
+    x_MK = torch.randn(most, weight_NK.shape[1], generator=generator, device=weight_NK.device)
+    x_MK = x_MK.to(weight_NK.dtype)
+    whole_MN = F.linear(x_MK, weight_NK, bias_N)
+    differs = torch.zeros((), dtype=torch.bool, device=weight_NK.device)
+    for rows in TRIED_ROWS:
+        differs |= (F.linear(x_MK[:rows], weight_NK, bias_N) != whole_MN[:rows]).any()
+    return not bool(differs)

@@ -1,0 +1,147 @@
+"""Multi-head latent attention of one layer: the cache holds one latent and one rotary key per position, for all heads.
+
+Knows no routing. The same attention twice, in two algebras (they differ in bits, so a position's kind is fixed):
+
+    decode, absorbed:  score = (W_UK^T q_nope) . c + q_pe . k_pe;   out = W_UV (sum of p * c)       reads latents only
+    prefill, expanded: k = [W_UK c, k_pe], v = W_UV c;              plain attention over k, v       expands latents
+
+with c the normalised latent of width L and k_pe the rotated key. Prefill expands into a workspace of bounded size,
+round by round (`step_plan.py`), and merges the rounds in order by their log-sum-exp.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kernels.attention_prefill import attention_prefill, merge_attention
+from kernels.gather import gather_paged
+from kernels.kv_store import latent_store
+from kernels.linear import head_linear
+from kernels.mla_decode import mla_decode
+from kernels.rmsnorm import rmsnorm
+from kernels.rope import rope_
+from moe.model.config import MLAConfig, ModelConfig
+from moe.model.linear import Parameters
+from moe.model.step_input import DecodeBatch
+from moe.model.step_plan import MLARound, StepPlan
+
+# The latents' norms have this epsilon in every released checkpoint's own code, whatever rms_norm_eps says.
+LATENT_NORM_EPS = 1e-6
+
+
+class MLAWorkspace:
+    """Expanded keys of one round, allocated once and shared by all layers: k_WHC, W rows."""
+
+    def __init__(self, attention: MLAConfig, tokens: int, dtype: torch.dtype, device: torch.device | str) -> None:
+        shape = (tokens, attention.num_heads, attention.qk_head_dim)
+        self.k_WHC = torch.empty(shape, dtype=dtype, device=device)
+
+
+class MLAttention:
+    """H heads over one latent of width L and one rotary key of width R per position. A layer's cache is [N, P, L + R]."""
+
+    def __init__(
+        self, config: ModelConfig, index: int, parameters: Parameters, cos_sin_PR: Tensor, workspace: MLAWorkspace
+    ) -> None:
+        assert isinstance(config.attention, MLAConfig), f"layer {index} is no latent attention"
+        name = f"layers.{index}.attn"
+        self.dims = config.attention
+        self.scale = config.softmax_scale
+        self.interleaved = config.rope.interleaved
+        self.cos_sin_PR = cos_sin_PR
+        self.workspace = workspace
+        self.q_a_norm_A = parameters.get(f"{name}.q_a_norm.weight")
+        if self.dims.q_lora_rank is None:
+            self.q_a, self.q_b = None, parameters.linear(f"{name}.q")
+        else:
+            self.q_a, self.q_b = parameters.linear(f"{name}.q_a"), parameters.linear(f"{name}.q_b")
+        self.kv_a = parameters.linear(f"{name}.kv_a")
+        self.kv_a_norm_L = parameters[f"{name}.kv_a_norm.weight"]
+        self.kv_b = parameters.linear(f"{name}.kv_b")
+        self.o = parameters.linear(f"{name}.o")
+        self.w_uk_HLn = self.w_uv_HVL = self.kv_b.weight_NK[:0]
+
+    def finalize(self) -> None:
+        """After loading: split kv_b, whose rows are [nope; v] per head. W_UV is a view, W_UK a transposed copy."""
+        dims = self.dims
+        w_HNL = self.kv_b.weight_NK.view(dims.num_heads, dims.qk_nope_head_dim + dims.v_head_dim, dims.kv_lora_rank)
+        self.w_uk_HLn = w_HNL[:, : dims.qk_nope_head_dim].transpose(1, 2).contiguous()
+        self.w_uv_HVL = w_HNL[:, dims.qk_nope_head_dim :]
+
+    def __call__(self, x_TD: Tensor, plan: StepPlan, cache_NPX: Tensor) -> Tensor:
+        step, dims = plan.step, self.dims
+        q_THC = self._queries(x_TD)
+        kv_TX = self.kv_a(x_TD)
+        latent_TL = rmsnorm(kv_TX[:, : dims.kv_lora_rank], self.kv_a_norm_L, LATENT_NORM_EPS)
+        k_pe_TR = kv_TX[:, dims.kv_lora_rank :]
+        q_pe_THR = q_THC[..., dims.qk_nope_head_dim :]
+        rope_(q_pe_THR, step.positions_T, self.cos_sin_PR, interleaved=self.interleaved)
+        rope_(k_pe_TR[:, None], step.positions_T, self.cos_sin_PR, interleaved=self.interleaved)
+        latent_store(latent_TL, k_pe_TR, cache_NPX, step.slot_mapping_T)
+
+        out_THV = x_TD.new_empty(x_TD.shape[0], dims.num_heads, dims.v_head_dim)
+        if step.decode is not None:
+            out_THV[: step.num_decode] = self._decode(q_THC[: step.num_decode], cache_NPX, step.decode)
+        if step.prefill is not None:
+            out_THV[step.num_decode :] = self._prefill(q_THC[step.num_decode :], cache_NPX, plan.mla_rounds)
+        return self.o(out_THV.view(-1, dims.num_heads * dims.v_head_dim))
+
+    def _queries(self, x_TD: Tensor) -> Tensor:
+        """q_THC, [nope; rope] per head, not rotated yet."""
+        if self.q_a is not None and self.q_a_norm_A is not None:
+            x_TD = rmsnorm(self.q_a(x_TD), self.q_a_norm_A, LATENT_NORM_EPS)
+        return self.q_b(x_TD).view(-1, self.dims.num_heads, self.dims.qk_head_dim)
+
+    def _decode(self, q_BHC: Tensor, cache_NPX: Tensor, decode: DecodeBatch) -> Tensor:
+        nope = self.dims.qk_nope_head_dim
+        o_latent_BHL = mla_decode(
+            head_linear(q_BHC[..., :nope], self.w_uk_HLn),
+            q_BHC[..., nope:],
+            cache_NPX,
+            decode.block_tables_BM,
+            decode.kv_lens_B,
+            scale=self.scale,
+            max_kv_len=decode.max_kv_len,
+        )
+        return head_linear(o_latent_BHL, self.w_uv_HVL)
+
+    def _prefill(self, q_THC: Tensor, cache_NPX: Tensor, rounds: tuple[MLARound, ...]) -> Tensor:
+        """out_THV in fp32. Round 0 covers every row; later rounds cover those whose sequence has keys there."""
+        num_rows, num_heads, _ = q_THC.shape
+        out_THV = torch.empty(num_rows, num_heads, self.dims.v_head_dim, dtype=torch.float32, device=q_THC.device)
+        lse_TH = torch.empty(num_rows, num_heads, dtype=torch.float32, device=q_THC.device)
+        for part in rounds:
+            rows = slice(part.row_start, part.row_stop)
+            result = self._attend(q_THC[rows], cache_NPX, part)
+            if part.index > 0:
+                result = merge_attention(out_THV[rows], lse_TH[rows], *result)
+            out_THV[rows], lse_TH[rows] = result
+        return out_THV
+
+    def _attend(self, q_THC: Tensor, cache_NPX: Tensor, part: MLARound) -> tuple[Tensor, Tensor]:
+        """(out_THV, lse_TH) of these rows over the keys of one round, expanded into the workspace."""
+        dims, page_size = self.dims, cache_NPX.shape[1]
+        nope, latent = dims.qk_nope_head_dim, dims.kv_lora_rank
+        rows_RX = gather_paged(
+            cache_NPX, part.block_tables_BM, part.kv_starts_B, part.row_starts_B1, num_rows=part.num_rows
+        )
+        kv_RHN = self.kv_b(rows_RX[:, :latent].contiguous()).view(-1, dims.num_heads, nope + dims.v_head_dim)
+        k_RHC = self.workspace.k_WHC[: part.num_rows]
+        k_RHC[..., :nope] = kv_RHN[..., :nope]
+        k_RHC[..., nope:] = rows_RX[:, None, latent:]
+        # The workspace is read as a cache with pages of the same size.
+        return attention_prefill(
+            q_THC,
+            k_RHC.unflatten(0, (-1, page_size)),
+            kv_RHN[..., nope:].unflatten(0, (-1, page_size)),
+            part.workspace_tables_BM,
+            part.query_starts_B1,
+            part.query_offsets_B,
+            part.kv_lens_B,
+            scale=self.scale,
+            max_query_len=part.max_query_len,
+            max_kv_len=part.max_kv_len,
+            kv_starts_B=part.kv_starts_B,
+            return_lse=True,
+        )

@@ -1,0 +1,28 @@
+"""The router of one sparse layer: fp32 logits of every expert, then the family's rule. Knows no placement.
+
+Logits are fp32 for every dtype of model and every number of rows: operands are multiplied as they are stored, summed in
+fp32 and never rounded, so near ties are decided the same way in a batch of one and a batch of thousands.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kernels.linear import linear
+from kernels.routing import Routing, RoutingRule, route
+
+
+class Gate:
+    """weight_ED in the model dtype; bias_E (fp32 or None) shifts the selection only, as the rule says."""
+
+    def __init__(self, weight_ED: Tensor, bias_E: Tensor | None, rule: RoutingRule) -> None:
+        rule.check(weight_ED.shape[0])
+        assert bias_E is None or bias_E.dtype == torch.float32, f"the selection bias is fp32, not {bias_E.dtype}"
+        self.weight_ED = weight_ED
+        self.bias_E = bias_E
+        self.rule = rule
+
+    def __call__(self, x_TD: Tensor) -> Routing:
+        logits_TE = linear(x_TD, self.weight_ED, out_dtype=torch.float32)
+        return route(logits_TE, self.bias_E, self.rule)

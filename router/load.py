@@ -1,0 +1,48 @@
+"""How many rows each expert of each layer received, counted on the device, and how even that is.
+
+Knows layers and logical experts; knows nothing of ranks or requests. Counts are integers, so the atomics that add them
+leave no trace of their order.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+class LoadCounter:
+    """Counts for every layer of the network by its index (a layer without experts stays at zero)."""
+
+    def __init__(self, num_layers: int, num_experts: int, device: torch.device | str) -> None:
+        self.num_layers = num_layers
+        self.num_experts = num_experts
+        # One bin more than experts: rows that belong to no token fall there, so that adding needs no host decision.
+        self._counts_LE1 = torch.zeros((num_layers, num_experts + 1), dtype=torch.int64, device=device)
+
+    def add(self, layer_index: int, expert_ids_TK: Tensor, real_T: Tensor | None = None) -> None:
+        """Add one step of one layer. No host sync. `real_T` (bool) is False for padding rows; None: all are real."""
+        ids_TK = expert_ids_TK.long()
+        known_TK = (ids_TK >= 0) & (ids_TK < self.num_experts)
+        if real_T is not None:
+            known_TK &= real_T[:, None]
+        bins_X = torch.where(known_TK, ids_TK, self.num_experts).reshape(-1)
+        self._counts_LE1[layer_index].scatter_add_(0, bins_X, torch.ones_like(bins_X))
+
+    def snapshot(self) -> Tensor:
+        """Counts so far, int64 [layers, E] on the CPU. Waits for the device."""
+        return self._counts_LE1[:, : self.num_experts].cpu().clone()
+
+    def reset(self) -> None:
+        self._counts_LE1.zero_()
+
+
+def balancedness(counts_LX: Tensor) -> float:
+    """Mean over max of the counts of a layer, averaged over the layers that saw any row; 1 is even, 1/X is one for all.
+
+    X may be experts, slots or ranks. Without any row it is 1: nothing was uneven.
+    """
+    counts_LX = counts_LX.to(torch.float64)
+    seen_LX = counts_LX[counts_LX.sum(dim=1) > 0]
+    if seen_LX.shape[0] == 0:
+        return 1.0
+    return float((seen_LX.mean(dim=1) / seen_LX.max(dim=1).values).mean())

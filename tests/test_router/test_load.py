@@ -1,0 +1,90 @@
+"""Load counts: only known experts, only real rows; balancedness by hand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from router.load import LoadCounter, balancedness
+from router.synthetic import one_expert_routing, skewed_routing
+
+
+def test_counts_by_hand() -> None:
+    load = LoadCounter(num_layers=3, num_experts=4, device="cpu")
+    load.add(1, torch.tensor([[0, 3], [3, 2]], dtype=torch.int32))
+    load.add(1, torch.tensor([[3, 1]], dtype=torch.int32))
+    load.add(2, torch.tensor([[1, 0]], dtype=torch.int32))
+    assert load.snapshot().tolist() == [[0, 0, 0, 0], [1, 1, 1, 3], [1, 1, 0, 0]]
+    load.reset()
+    assert load.snapshot().sum() == 0
+
+
+def test_padding_rows_and_foreign_ids_count_for_nothing() -> None:
+    load = LoadCounter(num_layers=1, num_experts=4, device="cpu")
+    ids_TK = torch.tensor([[0, 1], [2, 3], [-1, 2**30]], dtype=torch.int32)
+    load.add(0, ids_TK, real_T=torch.tensor([True, False, True]))
+    assert load.snapshot().tolist() == [[1, 1, 0, 0]]
+
+
+def test_empty_step_counts_nothing() -> None:
+    load = LoadCounter(num_layers=1, num_experts=4, device="cpu")
+    load.add(0, torch.empty(0, 2, dtype=torch.int32))
+    assert load.snapshot().tolist() == [[0, 0, 0, 0]]
+
+
+def test_a_snapshot_does_not_change_afterwards() -> None:
+    load = LoadCounter(num_layers=1, num_experts=2, device="cpu")
+    before = load.snapshot()
+    load.add(0, torch.tensor([[0, 1]], dtype=torch.int32))
+    assert before.tolist() == [[0, 0]]
+
+
+@pytest.mark.parametrize(
+    ("counts", "expected"),
+    [
+        ([[2, 2, 2, 2]], 1.0),
+        ([[4, 0, 0, 0]], 0.25),
+        ([[4, 2], [0, 0]], 0.75),  # a layer without rows (dense) is left out
+        ([[4, 2], [1, 1]], 0.875),
+        ([[0, 0]], 1.0),
+    ],
+)
+def test_balancedness_by_hand(counts: list[list[int]], expected: float) -> None:
+    assert balancedness(torch.tensor(counts)) == expected
+
+
+def test_synthetic_routing_has_the_skew_that_was_asked_for() -> None:
+    """Uniform odds are near even, Zipf's law is far from it, one expert for all is the worst there is."""
+
+    def evenness(exponent: float) -> float:
+        load = LoadCounter(1, 64, "cpu")
+        routing = skewed_routing(4096, 64, 4, exponent=exponent, seed=3)
+        load.add(0, routing.expert_ids_TK)
+        assert load.snapshot().sum() == 4096 * 4
+        return balancedness(load.snapshot())
+
+    assert evenness(0.0) > 0.8
+    assert 0.1 < evenness(1.0) < 0.4
+    worst = LoadCounter(1, 64, "cpu")
+    worst.add(0, one_expert_routing(100, 5).expert_ids_TK)
+    assert worst.snapshot()[0, 5] == 100
+    assert balancedness(worst.snapshot()) == 1 / 64
+
+
+def test_synthetic_routing_is_valid_and_repeatable() -> None:
+    routing, again = (
+        skewed_routing(200, 12, 12, exponent=2.0, seed=1),
+        skewed_routing(200, 12, 12, exponent=2.0, seed=1),
+    )
+    assert torch.equal(routing.expert_ids_TK, again.expert_ids_TK)
+    assert torch.equal(routing.expert_ids_TK.sort(dim=1).values, torch.arange(12).int().expand(200, 12))
+    torch.testing.assert_close(routing.weights_TK.sum(dim=1), torch.ones(200))
+    assert (routing.weights_TK > 0).all()
+    assert not torch.equal(routing.expert_ids_TK, skewed_routing(200, 12, 12, exponent=2.0, seed=2).expert_ids_TK)
+
+
+def test_synthetic_routing_refuses_what_cannot_be() -> None:
+    with pytest.raises(ValueError, match="top_k=5"):
+        skewed_routing(3, 4, 5)
+    with pytest.raises(ValueError, match="exponent=-1"):
+        skewed_routing(3, 4, 2, exponent=-1)
