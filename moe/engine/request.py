@@ -86,7 +86,7 @@ class SamplingParams:
         _check_bias(self.logit_bias)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(
-                f"min_tokens={self.min_tokens} exceeds max_tokens={self.max_tokens}; lower min_tokens or raise the other."
+                f"min_tokens={self.min_tokens} exceeds max_tokens={self.max_tokens}; lower one or raise the other."
             )
 
     def check_vocab(self, vocab_size: int) -> None:

@@ -41,12 +41,16 @@ class StopFinder:
 
     def push(self, text: str, *, armed: bool = True) -> StopMatch | None:
         """The match that counts and ends inside this piece, or None. A piece that is not armed can only begin one."""
+        match = self.peek(text) if armed else None
         window = self._tail + text
-        base, old = self._seen - len(self._tail), len(self._tail)
         self._seen += len(text)
         self._tail = window[max(0, len(window) - self._keep) :] if self._keep else ""
-        if not armed:
-            return None
+        return match
+
+    def peek(self, text: str) -> StopMatch | None:
+        """What `push` would find."""
+        window = self._tail + text
+        base, old = self._seen - len(self._tail), len(self._tail)
         matches = []
         for stop in self._stops:
             at = window.find(stop, max(0, old - len(stop) + 1))  # ends past the old text
@@ -69,6 +73,9 @@ class StopFinder:
 class TokenDecoder(Protocol):
     """What TextStream asks of a detokenizer."""
 
+    @property
+    def tentative(self) -> str: ...
+
     def push(self, token_id: int) -> str: ...
 
     def finish(self) -> str: ...
@@ -77,9 +84,9 @@ class TokenDecoder(Protocol):
 class TextStream:
     """Tokens in, showable text out, and the stop string that ended it.
 
-    `push` and `finish` return the text that became showable; joined they are `text`. Once `match` is set the text is final
-    and nothing more may be pushed. The token that ends a sequence by its id (EOS, stop_token_ids) is pushed only if its
-    text is wanted (include_stop_str_in_output).
+    `push` and `finish` return the text that became showable; joined they are `text`. Once `match` is set the text is
+    final and nothing more may be pushed. The token that ends a sequence by its id (EOS, stop_token_ids) is pushed only
+    if its text is wanted (include_stop_str_in_output).
     """
 
     def __init__(
@@ -114,28 +121,30 @@ class TextStream:
             return ""
         new = self._accept(self._decoder.finish())
         if self.match is None:
-            new += self._show(self._held)
-            self._finished = True
+            new += self._show(len(self._held))
+        self._finished = True
         return new
 
     def _accept(self, piece: str) -> str:
-        if self._finder is None:
-            return self._show(piece)
-        if not piece:
-            return ""
         self._held += piece
-        self.match = self._finder.push(piece, armed=self._num_tokens >= self._min_tokens)
-        if self.match is not None:
-            self._finished = True
-            end = self.match.end if self._include_stop else self.match.start
-            # Held back until now, so the stop's first character is never among the shown ones.
-            assert end >= self._num_shown, "part of a stop string had already been shown"
-            return self._show(self._held[: end - self._num_shown])
-        return self._show(self._held[: len(self._held) - self._finder.num_held()])
+        if self._finder is None:
+            return self._show(len(self._held))
+        armed = self._num_tokens >= self._min_tokens
+        self.match = self._finder.push(piece, armed=armed)
+        if self.match is None and armed and (tentative := self._decoder.tentative):
+            # If the text ended here it would end so; a stop in it ends the text, which makes it true.
+            self.match = self._finder.peek(tentative)
+            self._held += tentative if self.match else ""
+        if self.match is None:
+            return self._show(len(self._held) - self._finder.num_held())
+        self._finished = True
+        end = self.match.end if self._include_stop else self.match.start
+        assert end >= self._num_shown, "part of a stop string had already been shown"
+        return self._show(end - self._num_shown)
 
-    def _show(self, text: str) -> str:
+    def _show(self, num_chars: int) -> str:
+        text, self._held = self._held[:num_chars], self._held[num_chars:]
         if text:
-            self._held = self._held[len(text) :]
             self._shown.append(text)
             self._num_shown += len(text)
         return text
