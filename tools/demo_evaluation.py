@@ -57,12 +57,12 @@ def evaluate(folder: Path, text: str, split: Split, *, device: str, seed: int) -
     """Every figure of the checkpoint in this folder."""
     register_dense_experts()
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, experts_implementation="dense")
-    model = model.to(device).eval()
+    model = model.to(torch.device(device)).eval()  # pyright: ignore[reportArgumentType]
     tokenizer = AutoTokenizer.from_pretrained(folder)
     loads = watch_loads(model)
     nats, tokens = total_nats(model, encode_documents(tokenizer, split.heldout))
     loads_LE = loads.take()
-    samples = [tokenizer.decode(ids) for ids in sample_tokens(model, seed=seed).tolist()]
+    samples = [str(tokenizer.decode(ids)) for ids in sample_tokens(model, seed=seed).tolist()]
     heldout, train = "\n\n".join(split.heldout) + "\n", "\n\n".join(split.train) + "\n\n"
     heldout_bytes = sum(len(chapter.encode("utf-8")) for chapter in split.heldout)
     return Evaluation(

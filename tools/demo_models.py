@@ -77,7 +77,7 @@ def deepseek_config() -> DeepseekV3Config:
         n_shared_experts=1,
         routed_scaling_factor=2.5,
         norm_topk_prob=True,
-        num_nextn_predict_layers=0,
+        num_mtp_layers=0,
         max_position_embeddings=CONTEXT,
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
         tie_word_embeddings=False,

@@ -213,7 +213,7 @@ def run_family(family: str, args: argparse.Namespace) -> list[str]:
     split = split_chapters(text)
     tokenizer = train_tokenizer(split.train, demo_models.CONTEXT)
     corpus = make_corpus(tokenizer, split, seed=recipe.seed, device=device)
-    model = demo_models.build_model(family).to(device)
+    model = demo_models.build_model(family).to(device)  # pyright: ignore[reportArgumentType]
     num_parameters = sum(p.numel() for p in model.parameters())
     sizes = f"{corpus.chapters_T.numel()} chapter tokens, {corpus.chats_T.numel()} chat tokens"
     _say(family, f"{num_parameters} parameters, {sizes}")
