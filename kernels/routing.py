@@ -3,8 +3,8 @@
 Knows scores, groups and ties; knows neither where experts live nor what they compute. `route_reference` is the
 definition: every kernel that routes is tested against it.
 
-Order of steps, all in fp32: score (softmax or sigmoid) -> add the bias, for selection only -> mask the experts of the losing
-groups with -inf -> top-k of what is left -> gather the scores without bias -> renormalise -> scale, once.
+Order of steps, all in fp32: score (softmax or sigmoid) -> add the bias, for selection only -> mask the experts of the
+losing groups with -inf -> top-k of what is left -> gather the scores without bias -> renormalise -> scale, once.
 """
 
 from __future__ import annotations
@@ -13,9 +13,19 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
-from kernels.checks import assert_dtype, assert_same_device, assert_shape
+from kernels.checks import (
+    assert_dtype,
+    assert_last_contiguous,
+    assert_same_device,
+    assert_shape,
+    cdiv,
+    next_power_of_2,
+    uses_triton,
+)
 
 
 @dataclass(frozen=True)
@@ -44,7 +54,8 @@ class RoutingRule:
             raise ValueError(f"group_score={self.group_score!r} is not a known group score; use 'max' or 'top2_sum'.")
         if not 1 <= self.top_k <= num_experts:
             raise ValueError(
-                f"top_k={self.top_k} does not fit num_experts={num_experts}; a token can choose 1 to {num_experts} experts."
+                f"top_k={self.top_k} does not fit num_experts={num_experts}; "
+                f"a token can choose 1 to {num_experts} experts."
             )
         if self.num_groups < 1 or num_experts % self.num_groups:
             raise ValueError(
@@ -81,16 +92,173 @@ class Routing(NamedTuple):
 def route(logits_TE: Tensor, bias_E: Tensor | None, rule: RoutingRule) -> Routing:
     """Chooses `rule.top_k` experts for each token; `route_reference` is the definition.
 
-    logits_TE fp32 [T, E]; bias_E fp32 [E] or None. Ids come in descending order of the score they were selected by; of equal
-    scores the lower index comes first. A NaN score is selected as -inf. A row that holds NaN or +inf gets NaN for every
-    weight (softmax does so by itself, sigmoid is made to), so that its result is NaN and the fault is seen at the logits.
+    logits_TE fp32 [T, E]; bias_E fp32 [E] or None. Ids come in descending order of the score they were selected by; of
+    equal scores the lower index comes first. A NaN score is selected as -inf. A row that holds NaN or +inf gets NaN for
+    every weight (softmax does so by itself, sigmoid is made to), so that its result is NaN and the fault is seen.
     """
-    return route_reference(logits_TE, bias_E, rule)
+    return (route_triton if uses_triton(logits_TE) else route_reference)(logits_TE, bias_E, rule)
+
+
+_TILE_ELEMENTS = 1024
+"""Scores per program: several tokens share one where experts are few. A function of E alone, so T changes no bits."""
+
+# expert_ids_TK, weights_TK = the top_k of each row of logits_TE, as the header says
+#   logits_ptr fp32 [T, E] row stride stride_t; bias_ptr fp32 [E] or None; ids_ptr int32 [T, K]; weights_ptr fp32 [T, K]
+#   grid (cdiv(T, BLOCK_T),): a program owns BLOCK_T tokens and all their experts
+#   fp32 throughout. Columns from E to BLOCK_E hold logit -inf (no share in the softmax) and the lowest of all keys.
+
+
+@triton.jit
+def _order_key(score, index, SIZE: tl.constexpr):
+    """int64 keys in the order of the scores; of equal scores the lower index has the greater key. All are distinct."""
+    bits = tl.where(score == 0.0, 0.0, score).to(tl.int32, bitcast=True)  # -0.0 ties with 0.0
+    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    return (ordered.to(tl.int64) << 32) | (SIZE - 1 - index).to(tl.int64)
+
+
+@triton.jit
+def _losers_to_minus_inf(
+    selection,
+    column,
+    key,
+    group_size,
+    NUM_GROUPS: tl.constexpr,
+    TOPK_GROUPS: tl.constexpr,
+    TOP2_SUM: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+):
+    """The selection scores, -inf in every group but each token's TOPK_GROUPS best."""
+    LOWEST: tl.constexpr = -(2**63)
+    group = column // group_size
+    group_index = tl.arange(0, BLOCK_G)[None, :]
+    group_scores = tl.full((BLOCK_T, BLOCK_G), -float("inf"), tl.float32)
+    for g in range(NUM_GROUPS):
+        inside = group == g
+        best = tl.max(tl.where(inside, selection, -float("inf")), axis=1)
+        if TOP2_SUM:
+            best_key = tl.max(tl.where(inside, key, LOWEST), axis=1)
+            others = inside & (key != best_key[:, None])
+            best += tl.max(tl.where(others, selection, -float("inf")), axis=1)
+        group_scores = tl.where(group_index == g, best[:, None], group_scores)
+    group_key = tl.where(group_index < NUM_GROUPS, _order_key(group_scores, group_index, BLOCK_G), LOWEST)
+    kept = tl.zeros_like(key).to(tl.int1)
+    for _ in range(TOPK_GROUPS):
+        best_key = tl.max(group_key, axis=1)
+        winner = BLOCK_G - 1 - (best_key & 0xFFFFFFFF).to(tl.int32)
+        kept = kept | (group == winner[:, None])
+        group_key = tl.where(group_key == best_key[:, None], LOWEST, group_key)
+    return tl.where(kept, selection, -float("inf"))
+
+
+@triton.jit
+def _route_kernel(
+    logits_ptr,
+    bias_ptr,
+    ids_ptr,
+    weights_ptr,
+    num_tokens,
+    num_experts,
+    stride_t,
+    epsilon,
+    scale,
+    TOP_K: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    NUM_GROUPS: tl.constexpr,
+    TOPK_GROUPS: tl.constexpr,
+    TOP2_SUM: tl.constexpr,
+    RENORMALIZE: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    LOWEST: tl.constexpr = -(2**63)
+    token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    in_batch = (token < num_tokens)[:, None]
+    column = tl.arange(0, BLOCK_E)[None, :]
+    is_expert = column < num_experts
+    logits = tl.load(
+        logits_ptr + token.to(tl.int64)[:, None] * stride_t + column, mask=in_batch & is_expert, other=-float("inf")
+    )
+    if SIGMOID:
+        scores = tl.div_rn(1.0, 1.0 + tl.exp(-logits))
+    else:
+        exps = tl.exp(logits - tl.max(logits, axis=1)[:, None])
+        scores = tl.div_rn(exps, tl.broadcast_to(tl.sum(exps, axis=1)[:, None], (BLOCK_T, BLOCK_E)))
+    bad = tl.max(((logits != logits) | (logits == float("inf"))).to(tl.int32), axis=1)
+    scores = tl.where((bad > 0)[:, None], float("nan"), scores)
+
+    selection = scores
+    if bias_ptr is not None:
+        selection += tl.load(bias_ptr + column, mask=is_expert, other=0.0)
+    selection = tl.where((selection != selection) | (column >= num_experts), -float("inf"), selection)
+    column = tl.broadcast_to(column, (BLOCK_T, BLOCK_E))
+    if NUM_GROUPS > 1:
+        key = tl.where(is_expert, _order_key(selection, column, BLOCK_E), LOWEST)
+        selection = _losers_to_minus_inf(
+            selection, column, key, num_experts // NUM_GROUPS, NUM_GROUPS, TOPK_GROUPS, TOP2_SUM, BLOCK_T, BLOCK_G
+        )
+    key = tl.where(is_expert, _order_key(selection, column, BLOCK_E), LOWEST)
+
+    choice = tl.arange(0, BLOCK_K)[None, :]
+    ids = tl.zeros((BLOCK_T, BLOCK_K), tl.int32)
+    weights = tl.zeros((BLOCK_T, BLOCK_K), tl.float32)
+    total = tl.zeros((BLOCK_T,), tl.float32)
+    for k in range(TOP_K):
+        best_key = tl.max(key, axis=1)
+        chosen = key == best_key[:, None]
+        weight = tl.sum(tl.where(chosen, scores, 0.0), axis=1)
+        ids = tl.where(choice == k, (BLOCK_E - 1 - (best_key & 0xFFFFFFFF).to(tl.int32))[:, None], ids)
+        weights = tl.where(choice == k, weight[:, None], weights)
+        total += weight
+        key = tl.where(chosen, LOWEST, key)
+    if RENORMALIZE:
+        weights = tl.div_rn(weights, tl.broadcast_to((total + epsilon)[:, None], (BLOCK_T, BLOCK_K)))
+    out = token.to(tl.int64)[:, None] * TOP_K + choice
+    tl.store(ids_ptr + out, ids, mask=in_batch & (choice < TOP_K))
+    tl.store(weights_ptr + out, weights * scale, mask=in_batch & (choice < TOP_K))
+
+
+def route_triton(logits_TE: Tensor, bias_E: Tensor | None, rule: RoutingRule) -> Routing:
+    """`route` as one launch."""
+    _check_operands(logits_TE, bias_E, rule)
+    num_tokens, num_experts = logits_TE.shape
+    expert_ids_TK = torch.empty(num_tokens, rule.top_k, dtype=torch.int32, device=logits_TE.device)
+    weights_TK = torch.empty(num_tokens, rule.top_k, dtype=torch.float32, device=logits_TE.device)
+    if num_tokens == 0:
+        return Routing(expert_ids_TK, weights_TK)
+    block_e = next_power_of_2(num_experts)
+    block_t = max(1, min(16, _TILE_ELEMENTS // block_e))
+    _route_kernel[(cdiv(num_tokens, block_t),)](
+        logits_TE,
+        bias_E,
+        expert_ids_TK,
+        weights_TK,
+        num_tokens,
+        num_experts,
+        logits_TE.stride(0),
+        float(rule.epsilon),
+        float(rule.scale),
+        TOP_K=rule.top_k,
+        SIGMOID=rule.score == "sigmoid",
+        NUM_GROUPS=rule.num_groups,
+        TOPK_GROUPS=rule.topk_groups,
+        TOP2_SUM=rule.group_score == "top2_sum",
+        RENORMALIZE=rule.renormalize,
+        BLOCK_T=block_t,
+        BLOCK_E=block_e,
+        BLOCK_G=next_power_of_2(rule.num_groups),
+        BLOCK_K=next_power_of_2(rule.top_k),
+        num_warps=4,
+    )
+    return Routing(expert_ids_TK, weights_TK)
 
 
 def _check_operands(logits_TE: Tensor, bias_E: Tensor | None, rule: RoutingRule) -> None:
     assert_shape("logits_TE", logits_TE, (None, None))
     assert_dtype("logits_TE", logits_TE, torch.float32)
+    assert_last_contiguous("logits_TE", logits_TE)
     rule.check(logits_TE.shape[1])
     if bias_E is not None:
         assert_shape("bias_E", bias_E, (logits_TE.shape[1],))
@@ -134,5 +302,5 @@ def route_reference(logits_TE: Tensor, bias_E: Tensor | None, rule: RoutingRule)
 
 
 def _top_indices(scores_TN: Tensor, k: int) -> Tensor:
-    """The k best columns of each row, best first; of equal scores the lower index first, which torch.topk does not promise."""
+    """The k best columns of each row, best first; of equals the lower index, which torch.topk does not promise."""
     return scores_TN.sort(dim=-1, descending=True, stable=True).indices[:, :k]
