@@ -1,0 +1,234 @@
+"""A whole job: lines of a file through the engine, one record for each, in the order of the input.
+
+Knows lines, records and two calls of an engine (add a request, take a step); knows nothing of command lines or models.
+
+At most `job.window` lines are between the reader and the file at a time: read, being answered, or answered and waiting
+for an earlier one. So memory does not grow with the file. A line that cannot be run is one error record.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from configs.schema import Config, SamplingConfig
+from moe.batch.answers import AnswerFile
+from moe.batch.lines import BadLine, Line, dump_line, read_lines
+from moe.batch.openai import is_openai, openai_answer, openai_error, parse_openai
+from moe.batch.plain import parse_plain, plain_answer, plain_error, plain_id
+from moe.batch.protocol import LineError, LineRequest, resolve_params
+from moe.batch.report import Progress
+from moe.engine.request import Request, RequestOutput
+from moe.engine.stats import EngineStats
+
+DEMO_PROMPTS = Path(__file__).resolve().parent.parent / "demo" / "prompts.jsonl"
+INVALID, FAILED = "invalid_line", "request_failed"
+
+
+class BatchTokenizer(Protocol):
+    """What a job asks of a tokenizer."""
+
+    @property
+    def generation_defaults(self) -> Mapping[str, Any]: ...
+
+    def encode_prompt(self, text: str) -> list[int]: ...
+
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[int]: ...
+
+
+class BatchEngine(Protocol):
+    """What a job asks of an engine. A request that cannot run comes back from `step` with its `error` set."""
+
+    stats: EngineStats
+
+    def add_request(self, request: Request) -> None: ...
+
+    def step(self) -> list[RequestOutput]: ...
+
+
+@dataclass(frozen=True)
+class JobFiles:
+    """Where lines come from and answers go, `~` expanded. The demo's own output is replaced without asking."""
+
+    input: Path
+    output: Path
+    overwrite: bool
+
+
+@dataclass
+class _Slot:
+    """One line between reader and file; `record` is set once it is finished."""
+
+    line: LineRequest | None
+    record: bytes | None = None
+    failed: bool = False
+
+
+def job_files(config: Config) -> JobFiles:
+    """The job's two files, checked as far as names go. ValueError where they cannot be right."""
+    source = DEMO_PROMPTS if config.input is None else Path(config.input)
+    if not source.is_file():
+        what = "is a folder" if source.is_dir() else "does not exist"
+        raise ValueError(f"input={source} {what}; give a JSONL file of prompts.")
+    if config.output is not None:
+        output = Path(config.output)
+    else:
+        output = Path(f"{'demo' if config.input is None else source.stem}.answers.jsonl")
+    if output.is_dir():
+        raise ValueError(f"output={output} is a folder; give the name of a file in it.")
+    if output.exists() and output.samefile(source):
+        raise ValueError(f"output={output} is the input file; answers would destroy the prompts. Give another name.")
+    return JobFiles(source, output, config.job.overwrite or (config.input is None and config.output is None))
+
+
+def parse(line: Line | BadLine) -> LineRequest:
+    """Understand a line of either form; LineError with the reason otherwise."""
+    if isinstance(line, BadLine):
+        raise LineError(line.reason)
+    return (parse_openai if is_openai(line.record) else parse_plain)(line.number, line.record)
+
+
+def error_record(line: Line | BadLine, kind: str, message: str) -> dict[str, Any]:
+    """The error record of a line, in the form that the line has."""
+    if isinstance(line, Line) and is_openai(line.record):
+        status = 400 if kind == INVALID else 500
+        return openai_error(line.record.get("custom_id"), line.number, kind, message, status=status)
+    line_id = None if isinstance(line, BadLine) else plain_id(line.number, line.record)
+    return plain_error(line_id, line.number, kind, message)
+
+
+def bad_lines(path: Path, limit: int | None, sampling: SamplingConfig) -> Iterator[tuple[int, str | None]]:
+    """Every line's number, and the reason why it cannot be run or None: all that can be known without a model."""
+    with path.open("rb") as file:
+        for line in read_lines(file, limit):
+            try:
+                resolve_params(parse(line), sampling, {})
+                yield line.number, None
+            except LineError as error:
+                yield line.number, str(error)
+
+
+class Job:
+    """One run of a file through an engine; `run` does it all."""
+
+    def __init__(self, config: Config, engine: BatchEngine, tokenizer: BatchTokenizer | None, model: str) -> None:
+        self._config = config
+        self._engine = engine
+        self._tokenizer = tokenizer
+        self._model = model
+        self._slots: deque[_Slot] = deque()
+        self._running: dict[str, _Slot] = {}
+        self.lines_read = 0
+        self.lines_failed = 0
+        self.lines_written = 0
+        self.seconds = 0.0
+
+    def run(self, source: Path, answers: AnswerFile, on_step: Callable[[Progress], None] | None = None) -> None:
+        """Answer every line. Records are written in input order, each flushed; a fault of the engine propagates."""
+        begin = time.monotonic()
+        with source.open("rb") as file:
+            lines = read_lines(file, self._config.job.limit)
+            while self._fill(lines) or self._slots:
+                if self._running:
+                    for result in self._engine.step():
+                        if result.finished:
+                            self._finish(self._running.pop(result.request_id), result)
+                self._write(answers)
+                self.seconds = time.monotonic() - begin
+                if on_step is not None:
+                    on_step(self._progress())
+
+    def _fill(self, lines: Iterator[Line | BadLine]) -> bool:
+        """Read lines until the window is full. Whether any was read."""
+        before = self.lines_read
+        while len(self._slots) < self._config.job.window and (line := next(lines, None)) is not None:
+            self.lines_read += 1
+            self._slots.append(self._submit(line))
+        return self.lines_read > before
+
+    def _submit(self, line: Line | BadLine) -> _Slot:
+        """Hand a line to the engine, or finish it with an error record."""
+        try:
+            parsed = parse(line)
+            defaults = self._tokenizer.generation_defaults if self._tokenizer is not None else {}
+            params = resolve_params(parsed, self._config.sampling, defaults)
+        except LineError as error:
+            return self._failed(line, INVALID, str(error))
+        try:
+            request = Request(f"line-{line.number}", self._encode(parsed), params, parsed.prompt)
+            slot = self._running[request.request_id] = _Slot(parsed)
+            self._engine.add_request(request)
+        except ValueError as error:
+            self._running.pop(f"line-{line.number}", None)
+            return self._failed(line, FAILED, str(error))
+        return slot
+
+    def _failed(self, line: Line | BadLine, kind: str, message: str) -> _Slot:
+        self.lines_failed += 1
+        return _Slot(None, dump_line(error_record(line, kind, message)), failed=True)
+
+    def _encode(self, line: LineRequest) -> list[int]:
+        if line.prompt_token_ids is not None:
+            return line.prompt_token_ids
+        if self._tokenizer is None:
+            raise ValueError("this model has no tokenizer; give prompt_token_ids, or another tokenizer as tokenizer=.")
+        if line.prompt is not None:
+            return self._tokenizer.encode_prompt(line.prompt)
+        assert line.messages is not None, f"line {line.number} has nothing to encode"
+        return self._tokenizer.render_chat(
+            line.messages,
+            line.chat.tools,
+            add_generation_prompt=line.chat.add_generation_prompt,
+            continue_final_message=line.chat.continue_final_message,
+            chat_template_kwargs=line.chat.template_kwargs,
+        )
+
+    def _finish(self, slot: _Slot, result: RequestOutput) -> None:
+        """Turn a finished request into its record."""
+        line = slot.line
+        assert line is not None, f"{result.request_id} finished twice"
+        reasons = {output.finish_reason for output in result.outputs}
+        if result.error is not None or not reasons <= {"stop", "length"}:
+            message = result.error or f"the request ended with {', '.join(sorted(map(str, reasons)))}"
+            if line.form == "plain":
+                record = plain_error(line.id, line.number, FAILED, message)
+            else:
+                record = openai_error(line.id, line.number, FAILED, message, status=500)
+            slot.failed = True
+            self.lines_failed += 1
+        elif line.form == "plain":
+            record = plain_answer(line, result)
+        else:
+            record = openai_answer(line, result, self._model)
+        slot.record, slot.line = dump_line(record), None
+
+    def _write(self, answers: AnswerFile) -> None:
+        """Write the records that no earlier line is waiting for."""
+        while self._slots and (record := self._slots[0].record) is not None:
+            answers.append(record)
+            self._slots.popleft()
+            self.lines_written += 1
+
+    def _progress(self) -> Progress:
+        stats = self._engine.stats
+        return Progress(
+            lines_read=self.lines_read,
+            lines_done=self.lines_read - len(self._running),
+            lines_failed=self.lines_failed,
+            in_progress=len(self._running),
+            output_tokens=stats.output_tokens,
+            kv_use=stats.kv_blocks_used / stats.kv_blocks_total if stats.kv_blocks_total else 0.0,
+            seconds=self.seconds,
+        )

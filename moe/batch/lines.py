@@ -1,0 +1,104 @@
+"""Read JSONL as bytes: records end at 0x0A and nowhere else. One bad line is one BadLine, never the end of the file.
+
+Knows bytes, UTF-8 and JSON; knows nothing of what a record means. Memory holds one line at a time.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, BinaryIO
+
+# A longer line is an error record: a file without line ends must not be read into memory as one record.
+MAX_LINE_BYTES = 64 << 20
+BOM = b"\xef\xbb\xbf"
+# Legal inside a JSON string, but other readers split lines there; and halves of surrogate pairs, which UTF-8 lacks.
+_ESCAPED = re.compile("[\x7f\x85\u2028\u2029\ud800-\udfff]")
+_HALF_PAIR = re.compile("[\ud800-\udfff]")
+
+
+@dataclass(frozen=True)
+class Line:
+    """A JSON object and the number of its line, counted from 1 with blank lines included."""
+
+    number: int
+    record: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class BadLine:
+    """A line that holds no usable object, and why."""
+
+    number: int
+    reason: str
+
+
+def read_lines(file: BinaryIO, limit: int | None = None) -> Iterator[Line | BadLine]:
+    """Every record of the file in order, blank lines left out; at most `limit` of them.
+
+    A byte-order mark before the first line and a carriage return before 0x0A are accepted.
+    """
+    number = given = 0
+    while (limit is None or given < limit) and (raw := file.readline(MAX_LINE_BYTES + 1)):
+        number += 1
+        if len(raw) > MAX_LINE_BYTES and not raw.endswith(b"\n"):
+            while (rest := file.readline(MAX_LINE_BYTES)) and not rest.endswith(b"\n"):
+                pass
+            given += 1
+            yield BadLine(number, f"the line is longer than {MAX_LINE_BYTES >> 20} MiB")
+            continue
+        if number == 1:
+            raw = raw.removeprefix(BOM)
+        raw = raw.removesuffix(b"\n").removesuffix(b"\r")
+        if raw.strip():
+            given += 1
+            yield parse_line(number, raw)
+
+
+def parse_line(number: int, raw: bytes) -> Line | BadLine:
+    """One line without its end. Strict JSON: NaN and Infinity are no numbers, a key stands once."""
+    try:
+        text = raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        return BadLine(number, f"byte {error.start + 1} is not UTF-8: {error.reason}")
+    try:
+        record = json.loads(text, parse_constant=_no_constant, object_pairs_hook=_no_twins)
+    except json.JSONDecodeError as error:
+        return BadLine(number, f"not JSON: {error.msg} at column {error.colno}")
+    except ValueError as error:
+        return BadLine(number, str(error))
+    except RecursionError:
+        return BadLine(number, "not usable JSON: nested too deeply")
+    if not isinstance(record, dict):
+        return BadLine(number, f"a JSON object is needed, this is {_kind(record)}")
+    if "\\u" in text and _HALF_PAIR.search(json.dumps(record, ensure_ascii=False)):
+        return BadLine(number, r"a text holds half of a surrogate pair (\ud800 to \udfff alone), which is no character")
+    return Line(number, record)
+
+
+def dump_line(record: dict[str, Any]) -> bytes:
+    """The record as one line with its end. Reads back equal, here and where lines are split at other characters too."""
+    text = json.dumps(record, ensure_ascii=False, allow_nan=False)
+    return _ESCAPED.sub(lambda found: f"\\u{ord(found[0]):04x}", text).encode("utf-8") + b"\n"
+
+
+def _no_constant(name: str) -> float:
+    raise ValueError(f"not JSON: {name} is no number")
+
+
+def _no_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    record = dict(pairs)
+    if len(record) != len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"key {twice!r} stands twice in one object")
+    return record
+
+
+def _kind(value: object) -> str:
+    if value is None:
+        return "null"
+    kinds = {list: "a list", str: "a text", bool: "a truth value", int: "a number", float: "a number"}
+    return kinds[type(value)]

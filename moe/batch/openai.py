@@ -1,0 +1,197 @@
+"""OpenAI's batch form: {"custom_id", "method", "url", "body"} in, OpenAI's batch output lines out.
+
+A body field is honoured, accepted without effect, or refused with the reason; none is dropped in silence. Ids are
+hashes of line number and custom_id, and `created` is 0, so that the same job writes the same bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from itertools import accumulate
+from typing import Any
+
+from moe.batch.protocol import (
+    SAMPLING_FIELDS,
+    LineError,
+    LineRequest,
+    check_chat_options,
+    check_known,
+    check_messages,
+    check_sampling,
+    check_token_ids,
+    short,
+    typed,
+)
+from moe.engine.request import CompletionOutput, Logprob, RequestOutput
+
+CHAT_URL, COMPLETION_URL = "/v1/chat/completions", "/v1/completions"
+# Body fields that are sampling parameters of the same name.
+SAMPLING_NAMES = SAMPLING_FIELDS - {"logprobs", "prompt_logprobs", "detokenize"}
+# Accepted without effect: they concern a server or a bill.
+IGNORED = frozenset(("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"))
+CHAT_NAMES = frozenset(
+    (
+        "messages",
+        "max_completion_tokens",
+        "logprobs",
+        "top_logprobs",
+        "tools",
+        "tool_choice",
+        "parallel_tool_calls",
+        "response_format",
+        "chat_template_kwargs",
+        "continue_final_message",
+        "add_generation_prompt",
+        "stream",
+        "stream_options",
+    )
+)
+COMPLETION_NAMES = frozenset(("prompt", "logprobs", "echo", "best_of", "suffix", "stream", "stream_options"))
+
+
+def is_openai(record: dict[str, Any]) -> bool:
+    """Whether a record means to be an OpenAI batch line."""
+    return any(name in record for name in ("custom_id", "url", "body", "method"))
+
+
+def parse_openai(number: int, record: dict[str, Any]) -> LineRequest:
+    """Understand one OpenAI batch record. LineError says what is wrong with it."""
+    check_known(record, ("custom_id", "method", "url", "body"))
+    custom_id, url, body = record.get("custom_id"), record.get("url"), record.get("body")
+    if not isinstance(custom_id, str):
+        raise LineError(f"custom_id={short(custom_id)} must be a text.")
+    if record.get("method") != "POST":
+        raise LineError(f"method={short(record.get('method'))} must be POST.")
+    if url not in (CHAT_URL, COMPLETION_URL):
+        raise LineError(f"url={short(url)} is not served; there are {CHAT_URL} and {COMPLETION_URL}.")
+    if not isinstance(body, dict):
+        raise LineError(f"body={short(body)} must be an object.")
+    body = {name: value for name, value in body.items() if value is not None}
+    if typed(body, "stream", bool, "true or false"):
+        raise LineError("stream=true: a batch has no stream; leave it out.")
+    model = typed(body, "model", str, "a text")
+    parse = _parse_chat if url == CHAT_URL else _parse_completion
+    return parse(number, custom_id, body, model)
+
+
+def openai_answer(line: LineRequest, result: RequestOutput, model: str) -> dict[str, Any]:
+    """The output record of a finished line."""
+    name = _hash(line.number, str(line.id))
+    is_chat = line.form == "chat.completion"
+    prompt, completion = len(result.prompt_token_ids), sum(len(output.token_ids) for output in result.outputs)
+    body = {
+        "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{name}",
+        "object": line.form,
+        "created": 0,
+        "model": line.model or model,
+        "choices": [(_chat_choice if is_chat else _text_choice)(output) for output in result.outputs],
+        "usage": {
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
+            "prompt_tokens_details": {"cached_tokens": result.num_cached_tokens},
+        },
+    }
+    response = {"status_code": 200, "request_id": f"req_{name}", "body": body}
+    return {"id": f"batch_req_{name}", "custom_id": line.id, "response": response, "error": None}
+
+
+def openai_error(custom_id: Any, number: int, kind: str, message: str, *, status: int) -> dict[str, Any]:
+    """The output record of a line that has no answer, in both places where readers look for it."""
+    name = _hash(number, str(custom_id))
+    message = f"line {number}: {message}"
+    body = {"error": {"message": message, "type": kind, "param": None, "code": None}}
+    return {
+        "id": f"batch_req_{name}",
+        "custom_id": custom_id,
+        "response": {"status_code": status, "request_id": f"req_{name}", "body": body},
+        "error": {"code": kind, "message": message},
+    }
+
+
+def _parse_chat(number: int, custom_id: str, body: dict[str, Any], model: str | None) -> LineRequest:
+    check_known(body, {"model", *SAMPLING_NAMES, *IGNORED, *CHAT_NAMES}, " in body")
+    fields = {name: value for name, value in body.items() if name in SAMPLING_NAMES}
+    if "max_completion_tokens" in body:
+        if fields.get("max_tokens", body["max_completion_tokens"]) != body["max_completion_tokens"]:
+            raise LineError("max_tokens and max_completion_tokens differ; give one of them.")
+        fields["max_tokens"] = body["max_completion_tokens"]
+    top = typed(body, "top_logprobs", int, "a whole number")
+    if typed(body, "logprobs", bool, "true or false"):
+        fields["logprobs"] = top or 0
+    elif top is not None:
+        raise LineError(f"top_logprobs={top} needs logprobs=true.")
+    format_kind = (typed(body, "response_format", dict, "an object") or {"type": "text"}).get("type")
+    if format_kind != "text":
+        raise LineError(f"response_format.type={short(format_kind)}: only text is offered; leave it out.")
+    typed(body, "parallel_tool_calls", bool, "true or false")  # no effect: calls stay text in the answer
+    choice = body.get("tool_choice", "auto")
+    if choice not in ("auto", "none"):
+        raise LineError(f"tool_choice={short(choice)}: a call cannot be forced here; give auto or none.")
+    if choice == "none":
+        body = {name: value for name, value in body.items() if name != "tools"}
+    messages, chat = check_messages(body.get("messages")), check_chat_options(body)
+    fields = check_sampling(fields)
+    return LineRequest(number, custom_id, "chat.completion", fields, messages=messages, chat=chat, model=model)
+
+
+def _parse_completion(number: int, custom_id: str, body: dict[str, Any], model: str | None) -> LineRequest:
+    check_known(body, {"model", *SAMPLING_NAMES, *IGNORED, *COMPLETION_NAMES}, " in body")
+    fields = {name: value for name, value in body.items() if name in SAMPLING_NAMES}
+    for name, neutral in (("echo", (False,)), ("suffix", ("",)), ("best_of", (1, body.get("n", 1)))):
+        if name in body and body[name] not in neutral:
+            raise LineError(f"{name}={short(body[name])} is not offered; leave it out.")
+    if "logprobs" in body:
+        fields["logprobs"] = body["logprobs"]
+    prompt = body.get("prompt")
+    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
+        prompt = prompt[0]  # a batch of one
+    fields = check_sampling(fields)
+    if isinstance(prompt, str):
+        return LineRequest(number, custom_id, "text_completion", fields, prompt=prompt, model=model)
+    if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
+        raise LineError(f"prompt holds {len(prompt)} prompts; write one line for each.")
+    ids = check_token_ids("prompt", prompt)
+    return LineRequest(number, custom_id, "text_completion", fields, prompt_token_ids=ids, model=model)
+
+
+def _chat_choice(output: CompletionOutput) -> dict[str, Any]:
+    logprobs = None
+    if output.logprobs is not None:
+        content = []
+        for chosen, entry in zip(output.token_ids, output.logprobs, strict=True):
+            top = sorted((value for value in entry.values()), key=lambda value: value.rank)
+            content.append({**_token(entry[chosen]), "top_logprobs": [_token(value) for value in top]})
+        logprobs = {"content": content, "refusal": None}
+    return {
+        "index": output.index,
+        "message": {"role": "assistant", "content": output.text, "refusal": None},
+        "logprobs": logprobs,
+        "finish_reason": output.finish_reason,
+    }
+
+
+def _text_choice(output: CompletionOutput) -> dict[str, Any]:
+    logprobs = None
+    if output.logprobs is not None:
+        chosen = [entry[token_id] for token_id, entry in zip(output.token_ids, output.logprobs, strict=True)]
+        tokens = [value.decoded_token or "" for value in chosen]
+        offsets = accumulate((len(token) for token in tokens), initial=0)
+        logprobs = {
+            "tokens": tokens,
+            "token_logprobs": [value.logprob for value in chosen],
+            "top_logprobs": [
+                {value.decoded_token or "": value.logprob for value in entry.values()} for entry in output.logprobs
+            ],
+            "text_offset": list(offsets)[: len(tokens)],
+        }
+    return {"index": output.index, "text": output.text, "logprobs": logprobs, "finish_reason": output.finish_reason}
+
+
+def _token(value: Logprob) -> dict[str, Any]:
+    text = value.decoded_token or ""
+    return {"token": text, "logprob": value.logprob, "bytes": list(text.encode("utf-8"))}
+
+
+def _hash(number: int, custom_id: str) -> str:
+    return hashlib.blake2b(f"{number}\0{custom_id}".encode(), digest_size=12).hexdigest()

@@ -1,0 +1,91 @@
+"""The plain line form, {"id", "prompt" | "messages" | "prompt_token_ids", sampling parameters...}, and its answers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from moe.batch.protocol import (
+    SAMPLING_FIELDS,
+    ChatOptions,
+    LineError,
+    LineId,
+    LineRequest,
+    check_chat_options,
+    check_known,
+    check_messages,
+    check_sampling,
+    check_token_ids,
+    typed,
+)
+from moe.engine.request import CompletionOutput, RequestOutput, TokenLogprobs
+
+SOURCES = ("prompt", "messages", "prompt_token_ids")
+CHAT_FIELDS = ("tools", "chat_template_kwargs", "add_generation_prompt", "continue_final_message")
+
+
+def plain_id(number: int, record: dict[str, Any]) -> LineId:
+    """The line's id with its JSON type; a line without one has its line number."""
+    return record.get("id") if record.get("id") is not None else number
+
+
+def parse_plain(number: int, record: dict[str, Any]) -> LineRequest:
+    """Understand one plain record. LineError says what is wrong with it."""
+    check_known(record, {"id", *SOURCES, *CHAT_FIELDS, *SAMPLING_FIELDS})
+    given = [name for name in SOURCES if record.get(name) is not None]
+    if len(given) != 1:
+        has = f"this line has {' and '.join(given)}" if given else "this line has none"
+        raise LineError(f"exactly one of prompt, messages and prompt_token_ids is needed; {has}.")
+    sampling = check_sampling({name: value for name, value in record.items() if name in SAMPLING_FIELDS})
+    line_id = plain_id(number, record)
+    if given == ["messages"]:
+        messages, chat = check_messages(record["messages"]), check_chat_options(record)
+        return LineRequest(number, line_id, "plain", sampling, messages=messages, chat=chat)
+    for name in CHAT_FIELDS:
+        if record.get(name) is not None:
+            raise LineError(f"{name} belongs to messages; this line has {given[0]}.")
+    if given == ["prompt_token_ids"]:
+        ids = check_token_ids("prompt_token_ids", record["prompt_token_ids"])
+        return LineRequest(number, line_id, "plain", sampling, prompt_token_ids=ids, chat=ChatOptions())
+    return LineRequest(number, line_id, "plain", sampling, prompt=typed(record, "prompt", str, "a text"))
+
+
+def plain_answer(line: LineRequest, result: RequestOutput) -> dict[str, Any]:
+    """The output record of a finished line. With n > 1 the samples stand in `outputs`, else at the top."""
+    samples = [_sample(output) for output in result.outputs]
+    answer: dict[str, Any] = {"id": line.id, "line": line.number}
+    answer |= {"outputs": samples} if len(samples) > 1 else samples[0]
+    answer["prompt_tokens"] = len(result.prompt_token_ids)
+    answer["completion_tokens"] = sum(len(output.token_ids) for output in result.outputs)
+    answer["cached_tokens"] = result.num_cached_tokens
+    if result.prompt_logprobs is not None:
+        answer["prompt_logprobs"] = [None if entry is None else _candidates(entry) for entry in result.prompt_logprobs]
+    return answer
+
+
+def plain_error(line_id: LineId, number: int, kind: str, message: str) -> dict[str, Any]:
+    """The output record of a line that has no answer."""
+    return {"id": line_id, "line": number, "error": {"type": kind, "message": message}}
+
+
+def _sample(output: CompletionOutput) -> dict[str, Any]:
+    sample: dict[str, Any] = {
+        "text": output.text,
+        "token_ids": list(output.token_ids),
+        "finish_reason": output.finish_reason,
+        "stop_reason": output.stop_reason,
+    }
+    if output.logprobs is not None:
+        sample["logprobs"] = [
+            {"token_id": chosen, "logprob": entry[chosen].logprob, "top": _candidates(entry)}
+            for chosen, entry in zip(output.token_ids, output.logprobs, strict=True)
+        ]
+    return sample
+
+
+def _candidates(entry: TokenLogprobs) -> list[dict[str, Any]]:
+    """All tokens of one position that have a log-probability, likeliest first."""
+    ordered = sorted(entry.items(), key=lambda item: item[1].rank)
+    return [
+        {"token_id": token_id, "token": value.decoded_token, "logprob": value.logprob, "rank": value.rank}
+        for token_id, value in ordered
+    ]

@@ -1,0 +1,149 @@
+"""What one line asks for, whichever of the two forms it has, and the sampling parameters that follow for it.
+
+The plain form is in `plain.py`, OpenAI's batch form in `openai.py`. Knows records; knows nothing of files or engines.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
+
+from configs.schema import SamplingConfig
+from moe.engine import chat
+from moe.engine.request import SamplingParams, derive_seed
+
+LineId = Any  # any JSON value; it comes back as it went in
+SAMPLING_FIELDS = frozenset(item.name for item in fields(SamplingParams))
+
+
+class LineError(ValueError):
+    """A line that cannot be run. The text is the reason in the line's error record."""
+
+
+@dataclass(frozen=True)
+class ChatOptions:
+    """How a chat template is applied."""
+
+    tools: list[dict[str, Any]] | None = None
+    template_kwargs: dict[str, Any] = field(default_factory=dict)
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+
+
+@dataclass(frozen=True)
+class LineRequest:
+    """One line, understood: exactly one of prompt, prompt_token_ids and messages is set.
+
+    `fields` are the sampling parameters that the line itself sets, under SamplingParams' names.
+    """
+
+    number: int
+    id: LineId
+    form: Literal["plain", "chat.completion", "text_completion"]
+    fields: dict[str, Any]
+    prompt: str | None = None
+    prompt_token_ids: list[int] | None = None
+    messages: list[dict[str, Any]] | None = None
+    chat: ChatOptions = ChatOptions()
+    model: str | None = None  # as the OpenAI body names it; comes back in the answer
+
+
+def resolve_params(
+    line: LineRequest, sampling: SamplingConfig, generation_defaults: Mapping[str, Any]
+) -> SamplingParams:
+    """The line's parameters: line over command line over generation_config (chats only) over neutral values.
+
+    A line without a seed gets one that depends on the job's seed and its id alone, not on its place in the file.
+    """
+    defaults = generation_defaults if line.messages is not None else {}
+    try:
+        params = SamplingParams.from_layers(defaults, command_line_layer(sampling), line.fields)
+        if params.seed is None:
+            seed = line_seed(sampling.seed, line.id)
+            params = SamplingParams.from_layers(defaults, command_line_layer(sampling), line.fields, {"seed": seed})
+    except (ValueError, TypeError) as error:
+        raise LineError(str(error)) from error
+    return params
+
+
+def line_seed(job_seed: int, line_id: LineId) -> int:
+    """Seed of a line's first sample; the engine derives those of further samples from it and their index."""
+    part = line_id if isinstance(line_id, str | int) and not isinstance(line_id, bool) else json.dumps(line_id)
+    return derive_seed(job_seed, part)
+
+
+def command_line_layer(sampling: SamplingConfig) -> dict[str, Any]:
+    """The job's own sampling keys under SamplingParams' names; the job seed is no line's seed and stays out."""
+    layer = {item.name: getattr(sampling, item.name) for item in fields(sampling) if item.name != "seed"}
+    layer["include_stop_str_in_output"] = layer.pop("include_stop")
+    return layer
+
+
+def check_known(record: Mapping[str, Any], known: Iterable[str], where: str = "") -> None:
+    """Raise LineError for the first key that is not known, with the nearest one that is."""
+    names = sorted(known)
+    for name in record:
+        if name not in names:
+            found = difflib.get_close_matches(name, names, n=1)
+            guess = f"did you mean {found[0]!r}?" if found else f"known are {', '.join(names)}."
+            raise LineError(f"unknown field {name!r}{where}; {guess}")
+
+
+def typed(record: Mapping[str, Any], name: str, kind: type | tuple[type, ...], words: str) -> Any:
+    """The field's value, None where it is missing or null; LineError where it is of another kind."""
+    value = record.get(name)
+    if value is None:
+        return None
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+        raise LineError(f"{name}={short(value)} must be {words}.")
+    return value
+
+
+def check_token_ids(name: str, value: object) -> list[int]:
+    """A non-empty list of token ids; whether they exist in the vocabulary is the engine's question."""
+    if not isinstance(value, list) or not value:
+        raise LineError(f"{name}={short(value)} must be a non-empty list of token ids.")
+    for token_id in value:
+        if isinstance(token_id, bool) or not isinstance(token_id, int) or token_id < 0:
+            raise LineError(f"{name} has {short(token_id)}, which is no token id.")
+    return value
+
+
+def check_messages(value: Any) -> list[dict[str, Any]]:
+    """The messages as a chat template takes them, by the rule of the engine's own chats."""
+    try:
+        return chat.check_messages(value)
+    except ValueError as error:
+        raise LineError(str(error)) from error
+
+
+def check_chat_options(record: Mapping[str, Any]) -> ChatOptions:
+    """tools, chat_template_kwargs, add_generation_prompt and continue_final_message of a line with messages."""
+    tools = typed(record, "tools", list, "a list of tool objects")
+    for index, tool in enumerate(tools or ()):
+        if not isinstance(tool, dict):
+            raise LineError(f"tools[{index}]={short(tool)} must be an object.")
+    continued = bool(typed(record, "continue_final_message", bool, "true or false"))
+    added = typed(record, "add_generation_prompt", bool, "true or false")
+    if continued and added:
+        raise LineError("continue_final_message=true and add_generation_prompt=true exclude each other; set one.")
+    kwargs = typed(record, "chat_template_kwargs", dict, "an object") or {}
+    return ChatOptions(tools or None, kwargs, not continued if added is None else added, continued)
+
+
+def check_sampling(values: dict[str, Any]) -> dict[str, Any]:
+    """The same values, proved to make sampling parameters; LineError with the parameter's own message."""
+    try:
+        SamplingParams.from_layers(values)
+    except (ValueError, TypeError) as error:
+        raise LineError(str(error)) from error
+    return values
+
+
+def short(value: object) -> str:
+    """A value for an error message, never longer than a line of it."""
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= 60 else text[:57] + "..."
