@@ -57,7 +57,6 @@ class MLAConfig:
     q_lora_rank: int | None = None
     qkv_bias: bool = False  # of q_a and kv_a; q, q_b and kv_b never have one
     o_bias: bool = False
-    latent_norm_eps: float = 1e-6  # of q_a_norm and kv_a_norm: DeepSeek's code fixes it, whatever rms_norm_eps says
 
     @property
     def qk_head_dim(self) -> int:

@@ -90,3 +90,8 @@ def _moe_shapes(config: ModelConfig, num_slots: int) -> dict[str, ParameterSpec]
         shapes["shared.gate_up.weight"] = ParameterSpec((2 * moe.shared_dim, D))
         shapes["shared.down.weight"] = ParameterSpec((D, moe.shared_dim))
     return shapes
+
+
+def is_expert_parameter(name: str) -> bool:
+    """Whether the first dimension of this parameter counts expert slots."""
+    return name.endswith(("moe.experts.w13", "moe.experts.w2"))

@@ -1,0 +1,309 @@
+"""A checkpoint on disk against a network's parameters: all checked before anything is allocated, then loaded once.
+
+Knows weight tables, names on disk and our parameters; knows nothing of the network's code. `open` reads headers only:
+every parameter has its tensor, every tensor its parameter, shapes and dtypes fit, or a ValueError lists what does not.
+`load_into` reads what a rank needs, straight into the tensors it is given, and counts that each row is written once.
+
+Choices. The index decides which file supplies a tensor (`weight_files.py`). Tied heads: the embedding is the head; a
+different `lm_head.weight` beside it is ignored with a warning. Unused by rule: `rotary_emb.inv_freq`, and the
+multi-token-prediction layers that the config declares, which sit behind the last layer.
+"""
+
+from __future__ import annotations
+
+import difflib
+import logging
+import re
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from moe.model.config import ModelConfig
+from moe.model.families.registry import weight_table
+from moe.model.families.weight_rule import WeightRule
+from moe.model.fill_count import FillCount
+from moe.model.fp8_blocks import EXPONENT_SCALE_DTYPES, PLAIN_SCALE_DTYPES, dequantize, scale_grid, scale_values
+from moe.model.parameter_shapes import parameter_shapes
+from moe.model.weight_files import WeightFiles, listed
+
+logger = logging.getLogger(__name__)
+
+FP8_DTYPE = "F8_E4M3"
+_WEIGHT_DTYPES = ("F32", "BF16", "F16")
+_SCALE_DTYPES = PLAIN_SCALE_DTYPES + EXPONENT_SCALE_DTYPES
+_MAX_READERS = 8  # files read side by side
+_MAX_NEAR_SEARCH = 2000  # unused names beyond which near names are not looked for: it takes quadratic time
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
+
+Progress = Callable[[int, int], None]
+"""Called with (bytes read, bytes this rank reads in all), from one thread at a time."""
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """What loading took: bytes read by this rank, seconds, and the files and copies that were ignored."""
+
+    num_bytes: int
+    seconds: float
+    ignored: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint whose headers fit `config`. Nothing is read but headers until `load_into`."""
+
+    config: ModelConfig
+    files: WeightFiles
+    rules: tuple[WeightRule, ...]
+
+    @classmethod
+    def open(cls, folder: Path, config: ModelConfig) -> Checkpoint:
+        """Checks folder, files, index, names, shapes and dtypes; ValueError says what does not fit."""
+        files = WeightFiles.open(folder)
+        stacked = weight_table(config, "stacked")
+        is_stacked = any(rule.stacked and rule.source in files.tensors for rule in stacked)
+        rules = stacked if is_stacked else weight_table(config, "per_expert")
+        faults = _name_faults(config, files, rules) + _tensor_faults(config, files, rules)
+        if faults:
+            raise ValueError("\n  ".join([f"{folder}: the weights do not fit config.json ({config.family}):", *faults]))
+        return cls(config, files, rules)
+
+    def load_into(
+        self, targets: Mapping[str, Tensor], experts: Sequence[int | None], progress: Progress | None = None
+    ) -> LoadReport:
+        """Fills every target once. `experts[s]` is the logical expert of slot s; None: an empty slot, left alone.
+
+        Targets have the names and shapes of `parameter_shapes(config, len(experts))`, on any device, in any floating
+        dtype. Files are read side by side. Logged: bfloat16 weights in float16, a tied head that differs.
+        """
+        begin = time.perf_counter()
+        self._check_targets(targets, len(experts))
+        self._warn_of_float16(targets)
+        slots_of: dict[int, list[int]] = {}
+        for slot, expert in enumerate(experts):
+            if expert is not None:
+                slots_of.setdefault(expert, []).append(slot)
+        count = FillCount(targets, [slot for slots in slots_of.values() for slot in slots])
+        by_file: dict[Path, list[WeightRule]] = {}
+        for rule in self.rules:
+            if rule.expert is None or rule.expert in slots_of:
+                by_file.setdefault(self.files.tensors[rule.source].file, []).append(rule)
+        meter = _Meter(self._bytes_to_read(by_file, len(slots_of)), progress)
+
+        def load_file(file: Path) -> None:
+            with _Readers(self.files) as readers:
+                for rule in sorted(by_file[file], key=lambda rule: self.files.tensors[rule.source].entry.begin):
+                    meter.add(self._load_rule(rule, readers, targets, slots_of, count))
+
+        with ThreadPoolExecutor(max_workers=min(_MAX_READERS, len(by_file))) as pool:
+            tasks = [pool.submit(load_file, file) for file in sorted(by_file)]
+            try:
+                for task in tasks:
+                    task.result()
+            finally:
+                for task in tasks:
+                    task.cancel()
+        count.check()
+        self._warn_of_other_head()
+        return LoadReport(meter.done, time.perf_counter() - begin, self.files.ignored)
+
+    def _load_rule(
+        self,
+        rule: WeightRule,
+        readers: _Readers,
+        targets: Mapping[str, Tensor],
+        slots_of: Mapping[int, list[int]],
+        count: FillCount,
+    ) -> int:
+        """Reads one tensor, or of a stacked one this rank's experts, into its rows; returns the bytes read."""
+        target = targets[rule.target]
+        if rule.stacked:
+            places: list[tuple[int | None, list[int] | None]] = [(e, slots) for e, slots in sorted(slots_of.items())]
+        else:
+            places = [(None, None if rule.expert is None else slots_of[rule.expert])]
+        num_bytes = 0
+        for index, slots in places:
+            value, read_bytes = self._read(rule, readers, index, target)
+            num_bytes += read_bytes
+            for slot in [None] if slots is None else slots:
+                rows = (target if slot is None else target[slot])[rule.row : rule.row + rule.rows]
+                rows.copy_(value)
+                if rows.dtype == torch.float16 and not rows.isfinite().all():
+                    raise ValueError(
+                        f"tensor {rule.source} holds values beyond float16's 65504; load it with dtype=bfloat16."
+                    )
+                count.add(rule.target, slot, rule.row, rule.row + rule.rows)
+        return num_bytes
+
+    def _read(self, rule: WeightRule, readers: _Readers, index: int | None, target: Tensor) -> tuple[Tensor, int]:
+        """The tensor or its `index`-th expert; fp8 comes back as fp32 on the target's device."""
+        value = readers.read(rule.source, index)
+        num_bytes = value.numel() * value.element_size()
+        if self.files.tensors[rule.source].entry.dtype != FP8_DTYPE:
+            return value, num_bytes
+        assert self.config.fp8_block is not None, "open lets fp8 tensors in only where the config declares blocks"
+        stored_scale = readers.read(rule.scale_source, index)
+        scale = scale_values(stored_scale, rule.scale_source).to(target.device)
+        num_bytes += stored_scale.numel() * stored_scale.element_size()
+        return dequantize(value.to(target.device), scale, self.config.fp8_block), num_bytes
+
+    def _bytes_to_read(self, by_file: Mapping[Path, list[WeightRule]], num_experts: int) -> int:
+        total = 0
+        for rule in (rule for rules in by_file.values() for rule in rules):
+            names = [rule.source] + [rule.scale_source] * (self.files.tensors[rule.source].entry.dtype == FP8_DTYPE)
+            num_bytes = sum(self.files.tensors[name].entry.num_bytes for name in names)
+            total += num_bytes // rule.shape[0] * num_experts if rule.stacked else num_bytes
+        return total
+
+    def _check_targets(self, targets: Mapping[str, Tensor], num_slots: int) -> None:
+        expected = {name: spec.shape for name, spec in parameter_shapes(self.config, num_slots).items()}
+        given = {name: tuple(tensor.shape) for name, tensor in targets.items()}
+        wrong = sorted(name for name in expected.keys() | given.keys() if expected.get(name) != given.get(name))
+        assert not wrong, f"targets do not have the names and shapes of parameter_shapes: {listed(wrong)}"
+
+    def _warn_of_float16(self, targets: Mapping[str, Tensor]) -> None:
+        stored = {self.files.tensors[rule.source].entry.dtype for rule in self.rules}
+        if any(tensor.dtype == torch.float16 for tensor in targets.values()) and stored & {"BF16", FP8_DTYPE}:
+            logger.warning(
+                "dtype=float16, but %s stores %s: activations of a model trained in bfloat16 can pass float16's 65504 "
+                "and become inf; use dtype=bfloat16.",
+                self.files.folder,
+                " and ".join(sorted(stored)),
+            )
+
+    def _warn_of_other_head(self) -> None:
+        if not self.config.tie_embeddings or "lm_head.weight" not in self.files.tensors:
+            return
+        with _Readers(self.files) as readers:
+            same = torch.equal(readers.read("lm_head.weight"), readers.read("model.embed_tokens.weight"))
+        if not same:
+            logger.warning(
+                "%s: tie_word_embeddings is true, but lm_head.weight differs from the embedding; the embedding is used "
+                "as the head. If the stored head is meant, set tie_word_embeddings to false in config.json.",
+                self.files.folder,
+            )
+
+
+class _Readers:
+    """The safetensors files one thread has open; scales may sit in another file than their weight."""
+
+    def __init__(self, files: WeightFiles) -> None:
+        self._files = files
+        self._stack = ExitStack()
+        self._handles: dict[Path, Any] = {}
+
+    def __enter__(self) -> _Readers:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def read(self, name: str, index: int | None = None) -> Tensor:
+        """The whole tensor, or only entry `index` of its first dimension."""
+        file = self._files.tensors[name].file
+        if file not in self._handles:
+            self._handles[file] = self._stack.enter_context(safe_open(file, framework="pt", device="cpu"))
+        handle = self._handles[file]
+        return handle.get_tensor(name) if index is None else handle.get_slice(name)[index]
+
+
+class _Meter:
+    """Counts bytes over all reading threads."""
+
+    def __init__(self, total: int, progress: Progress | None) -> None:
+        self.done = 0
+        self._total = total
+        self._progress = progress
+        self._lock = threading.Lock()
+
+    def add(self, num_bytes: int) -> None:
+        with self._lock:
+            self.done += num_bytes
+            if self._progress is not None:
+                self._progress(self.done, self._total)
+
+
+def _name_faults(config: ModelConfig, files: WeightFiles, rules: tuple[WeightRule, ...]) -> list[str]:
+    """Parameters without a tensor, tensors without a parameter."""
+    wanted = {rule.source: rule.target for rule in rules}
+    scales = {
+        rule.scale_source
+        for rule in rules
+        if rule.source in files.tensors and files.tensors[rule.source].entry.dtype == FP8_DTYPE
+    }
+    missing = {name: target for name, target in wanted.items() if name not in files.tensors}
+    unused = [
+        name for name in files.tensors if name not in wanted and name not in scales and not _may_be_unused(name, config)
+    ]
+    near = unused if len(unused) <= _MAX_NEAR_SEARCH else []
+    faults: list[str] = []
+    if missing:
+        lines = [f"{name} -> {target}" for name, target in missing.items()]
+        faults.append(f"parameters not filled ({len(missing)}): {listed(lines)}")
+    if unused:
+        faults.append(f"tensors not used ({len(unused)}): {listed(sorted(unused))}")
+    for name in list(missing)[:5]:
+        for candidate in difflib.get_close_matches(name, near, n=1, cutoff=0.85):
+            faults.append(f"is {candidate} meant to be {name}?")
+    if "lm_head.weight" in missing:
+        faults.append(
+            "lm_head.weight is missing while tie_word_embeddings is false: if this model's head is its embedding, "
+            "set tie_word_embeddings to true in config.json; else fetch the missing tensor."
+        )
+    return faults
+
+
+def _may_be_unused(name: str, config: ModelConfig) -> bool:
+    """The allow-list: rope tables of old files, declared MTP layers, the head of a tied model."""
+    if name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and config.tie_embeddings):
+        return True
+    layer = _LAYER.match(name)
+    return layer is not None and 0 <= int(layer[1]) - config.num_layers < config.num_mtp_layers
+
+
+def _tensor_faults(config: ModelConfig, files: WeightFiles, rules: tuple[WeightRule, ...]) -> list[str]:
+    """Wrong shapes, dtypes that cannot be read, and fp8 weights whose scales are missing or do not fit."""
+    shapes: list[str] = []
+    dtypes: list[str] = []
+    scales: list[str] = []
+    for rule in rules:
+        stored = files.tensors.get(rule.source)
+        if stored is None:
+            continue
+        entry = stored.entry
+        if entry.shape != rule.shape:
+            shapes.append(f"{rule.source} in {stored.file.name} is {list(entry.shape)}, expected {list(rule.shape)}")
+        elif entry.dtype == FP8_DTYPE and config.fp8_block is not None and len(rule.shape) > 1:
+            scales.extend(_scale_faults(rule, files, config.fp8_block))
+        elif entry.dtype not in _WEIGHT_DTYPES:
+            dtypes.append(f"{rule.source} in {stored.file.name} is {entry.dtype}")
+    faults: list[str] = []
+    if shapes:
+        faults.append(f"wrong shapes ({len(shapes)}): {listed(shapes)}")
+    if dtypes:
+        known = f"{', '.join(_WEIGHT_DTYPES)}, and {FP8_DTYPE} where quantization_config declares fp8 blocks"
+        faults.append(f"dtypes that cannot be loaded ({len(dtypes)}): {listed(dtypes)}; known: {known}")
+    if scales:
+        faults.append(f"fp8 scales ({len(scales)}): {listed(scales)}")
+    return faults
+
+
+def _scale_faults(rule: WeightRule, files: WeightFiles, block: tuple[int, int]) -> list[str]:
+    stored, grid = files.tensors.get(rule.scale_source), scale_grid(rule.shape, block)
+    if stored is None:
+        return [f"{rule.scale_source} is missing"]
+    if stored.entry.shape != grid:
+        shape = list(stored.entry.shape)
+        return [f"{rule.scale_source} is {shape}, expected {list(grid)} for blocks of {list(block)}"]
+    if stored.entry.dtype not in _SCALE_DTYPES:
+        return [f"{rule.scale_source} is {stored.entry.dtype}, known: {', '.join(_SCALE_DTYPES)}"]
+    return []

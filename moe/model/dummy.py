@@ -1,0 +1,39 @@
+"""Weights from a seed, for benchmarks and tests of size: no file is read. Knows our parameter names only."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from moe.model.parameter_shapes import is_expert_parameter
+
+_STD = 0.02
+
+
+def fill_dummy(targets: Mapping[str, Tensor], seed: int, experts: Sequence[int | None] | None = None) -> None:
+    """Fills every target in place, on its own device: norms 1, the selection bias 0, all else normal with std 0.02.
+
+    What a tensor holds depends on its name, its shape, dtype and device kind, and the seed; for an expert on its
+    logical number, not its slot: `experts[s]` is the expert in slot s (None: an empty slot, left alone), by default
+    expert s. So the experts of a rank are the same whatever the number of ranks.
+    """
+    for name, tensor in targets.items():
+        if name.endswith("norm.weight"):
+            tensor.fill_(1.0)
+        elif name.endswith("moe.gate.bias"):
+            tensor.zero_()
+        elif is_expert_parameter(name):
+            for slot, expert in enumerate(range(tensor.shape[0]) if experts is None else experts):
+                if expert is not None:
+                    _fill_normal(tensor[slot], f"{name}.{expert}", seed)
+        else:
+            _fill_normal(tensor, name, seed)
+
+
+def _fill_normal(tensor: Tensor, name: str, seed: int) -> None:
+    digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=7).digest()
+    generator = torch.Generator(device=tensor.device).manual_seed(int.from_bytes(digest, "little"))
+    tensor.normal_(0.0, _STD, generator=generator)
