@@ -235,7 +235,7 @@ def run_family(family: str, args: argparse.Namespace) -> list[str]:
         (folder / "README.md").write_text(model_card(TITLES[family], figures, rows), encoding="utf-8")
         with tarfile.open(args.out / f"demo-{family}.tar", "w") as archive:
             for path in sorted(folder.iterdir()):
-                archive.add(path, arcname=path.name)
+                archive.add(path, arcname=path.name, filter=_readable_by_all)
     return report(family, figures)
 
 
@@ -262,6 +262,12 @@ def _fit_budget(recipe: Recipe, seconds_per_step: float, minutes: float) -> Reci
     """The recipe with as many steps as fit 85 % of the budget, the rest being for start, validation and evaluation."""
     fitting = max(recipe.warmup_steps * 2, int(0.85 * minutes * 60 / seconds_per_step))
     return Recipe(**{**asdict(recipe), "steps": min(recipe.steps, fitting)})
+
+
+def _readable_by_all(entry: tarfile.TarInfo) -> tarfile.TarInfo:
+    """Weights are written for their owner alone; what is shipped is for everyone."""
+    entry.mode, entry.uid, entry.gid, entry.uname, entry.gname = 0o644, 0, 0, "", ""
+    return entry
 
 
 def _now(device: str) -> float:
