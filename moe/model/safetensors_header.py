@@ -105,10 +105,10 @@ def _parse(file: Path, raw: bytes) -> dict[str, Any]:
 
 def _entry(file: Path, name: str, value: Any) -> TensorEntry:
     fields = value if isinstance(value, dict) else {}
-    dtype, shape, offsets = fields.get("dtype"), fields.get("shape"), fields.get("data_offsets")
-    if not (_are_counts(shape) and _are_counts(offsets) and len(offsets) == 2 and offsets[0] <= offsets[1]):
+    shape, offsets = _counts(fields.get("shape")), _counts(fields.get("data_offsets"))
+    if shape is None or offsets is None or len(offsets) != 2 or offsets[0] > offsets[1]:
         raise ValueError(f"{file}: tensor {name}: its header entry {value!r} is malformed; fetch this file again.")
-    begin, end = offsets
+    dtype, (begin, end) = fields.get("dtype"), offsets
     if dtype not in _BITS:
         raise ValueError(
             f"{file}: tensor {name} has dtype {dtype!r}, which is unknown; known: {', '.join(sorted(_BITS))}."
@@ -117,13 +117,16 @@ def _entry(file: Path, name: str, value: Any) -> TensorEntry:
     if end - begin != expected:
         raise ValueError(
             f"{file}: tensor {name}: offsets {begin} to {end} hold {end - begin} bytes, but dtype {dtype} and shape "
-            f"{shape} need {expected}; damaged header: fetch this file again."
+            f"{list(shape)} need {expected}; damaged header: fetch this file again."
         )
-    return TensorEntry(dtype, tuple(shape), begin, end)
+    return TensorEntry(dtype, shape, begin, end)
 
 
-def _are_counts(values: Any) -> bool:
-    return isinstance(values, list) and all(isinstance(n, int) and n >= 0 for n in values)
+def _counts(values: Any) -> tuple[int, ...] | None:
+    """The list as a tuple, if it holds nothing but integers of 0 or more."""
+    if not isinstance(values, list) or any(not isinstance(n, int) or n < 0 for n in values):
+        return None
+    return tuple(values)
 
 
 def _check_places(file: Path, entries: dict[str, TensorEntry], data_start: int, actual: int) -> None:
