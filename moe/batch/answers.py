@@ -7,24 +7,24 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import os
 from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO
 
 
 class AnswerFile:
-    """An open output file. A file that `open` made and nothing was written to is removed again by `close`."""
+    """An open output file. One that `open` made and `begin` never emptied is removed again by `close`."""
 
     def __init__(self, path: Path, file: BinaryIO, *, is_new: bool) -> None:
         self.path = path
         self.num_records = 0
         self._file = file
         self._is_new = is_new
+        self._begun = False
 
     @classmethod
     def open(cls, path: Path, *, overwrite: bool) -> AnswerFile:
-        """Open for writing, old content untouched until the first record. ValueError where that cannot work."""
+        """Open for writing, old content untouched until `begin`. ValueError where that cannot work."""
         is_new = not path.exists()
         if not is_new and not overwrite and path.stat().st_size > 0:
             raise ValueError(f"output={path} exists; give another name, or job.overwrite=true to replace it.")
@@ -36,11 +36,16 @@ class AnswerFile:
             raise ValueError(f"output={path} cannot be written: {reason}{hint}.") from error
         return cls(path, file, is_new=is_new)
 
+    def begin(self) -> None:
+        """Drop what the file held before: from here on it belongs to this run."""
+        self._begun = True
+        if self.path.is_file():
+            self._file.truncate(0)
+
     def append(self, record: bytes) -> None:
         """Write one whole record through to the operating system. OSError names the file and what is safe."""
+        assert self._begun, "a record before begin() would stand behind another run's"
         try:
-            if self.num_records == 0 and not self._is_new and os.path.isfile(self.path):
-                self._file.truncate(0)
             view = memoryview(record)
             while view:  # unbuffered writes may be short
                 view = view[self._file.write(view) :]
@@ -58,7 +63,7 @@ class AnswerFile:
         if self._file.closed:
             return
         self._file.close()
-        if self._is_new and self.num_records == 0:
+        if self._is_new and not self._begun:
             with contextlib.suppress(OSError):
                 if self.path.is_file() and self.path.stat().st_size == 0:
                     self.path.unlink()

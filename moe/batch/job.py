@@ -138,6 +138,7 @@ class Job:
     def run(self, source: Path, answers: AnswerFile, on_step: Callable[[Progress], None] | None = None) -> None:
         """Answer every line. Records are written in input order, each flushed; a fault of the engine propagates."""
         begin = time.monotonic()
+        answers.begin()
         with source.open("rb") as file:
             lines = read_lines(file, self._config.job.limit)
             while self._fill(lines) or self._slots:

@@ -1,0 +1,100 @@
+"""Lines end at byte 0x0A alone; whatever one line holds, the next is read."""
+
+from __future__ import annotations
+
+import io
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moe.batch import lines
+from moe.batch.lines import BadLine, Line, dump_line, read_lines
+
+SEPARATORS = ["\u2028", "\u2029", "\u0085", "\x0b", "\x0c", "\x1c", "\x1d", "\x1e", "\r"]
+
+
+def read(data: bytes, limit: int | None = None) -> list[Line | BadLine]:
+    return list(read_lines(io.BytesIO(data), limit))
+
+
+@pytest.mark.parametrize("char", SEPARATORS)
+def test_c35_other_line_ends_stay_inside_a_record(char: str) -> None:
+    raw = char if ord(char) >= 0x20 else json.dumps(char)[1:-1]  # JSON itself wants control characters escaped
+    data = f'{{"id":"a","prompt":"x{raw}y"}}\n{{"id":"b"}}'.encode()
+    assert read(data) == [Line(1, {"id": "a", "prompt": f"x{char}y"}), Line(2, {"id": "b"})]
+
+
+@pytest.mark.parametrize("char", SEPARATORS)
+def test_c35_written_records_survive_any_line_splitter(char: str) -> None:
+    record = {"text": f"a{char}b", "é": "日本"}
+    written = dump_line(record)
+    assert written.endswith(b"\n") and len(written.decode().splitlines()) == 1
+    assert read(written) == [Line(1, record)]
+    assert "日本" in written.decode()  # readable where nothing forces an escape
+
+
+@given(st.dictionaries(st.text(), st.text() | st.integers() | st.none() | st.lists(st.text(), max_size=3), max_size=4))
+def test_any_record_reads_back(record: dict) -> None:
+    written = dump_line(record)
+    assert written.count(b"\n") == 1
+    assert read(written) == [Line(1, record)]
+
+
+def test_bom_crlf_blank_lines_and_no_last_end() -> None:
+    data = b'\xef\xbb\xbf{"a":1}\r\n\n  \r\n{"a":2}\n{"a":3}'
+    assert read(data) == [Line(1, {"a": 1}), Line(4, {"a": 2}), Line(5, {"a": 3})]
+
+
+def test_a_bom_is_accepted_at_the_very_beginning_only() -> None:
+    first, second = read(b'{"a":1}\n\xef\xbb\xbf{"a":2}\n')
+    assert first == Line(1, {"a": 1})
+    assert isinstance(second, BadLine) and second.number == 2
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (b'{"id":"2","prompt": ', "not JSON: Expecting value at column 21"),
+        (b"[1,2,3]", "a JSON object is needed, this is a list"),
+        (b"null", "a JSON object is needed, this is null"),
+        (b'"x"', "a JSON object is needed, this is a text"),
+        (b"17", "a JSON object is needed, this is a number"),
+        (b"true", "a JSON object is needed, this is a truth value"),
+        (b'{"t":NaN}', "not JSON: NaN is no number"),
+        (b'{"t":-Infinity}', "not JSON: -Infinity is no number"),
+        (b"\xff\xfe", "byte 1 is not UTF-8: invalid start byte"),
+        (b'{"a":"\xe4\xb8"}', "byte 7 is not UTF-8: invalid continuation byte"),
+        (b'{"a":1,"a":2}', "key 'a' stands twice in one object"),
+        (b"[" * 200_000, "not usable JSON: nested too deeply"),
+        (b'{"a":' + b"9" * 5000 + b"}", "Exceeds the limit"),
+        (rb'{"a":"\ud83d"}', "half of a surrogate pair"),
+        (b'{"a":1}{"b":2}', "not JSON: Extra data at column 8"),
+    ],
+)
+def test_a_bad_line_has_its_reason_and_the_next_is_read(data: bytes, reason: str) -> None:
+    bad, good = read(data + b'\n{"ok":1}\n')
+    assert isinstance(bad, BadLine) and bad.number == 1
+    assert reason in bad.reason and "\n" not in bad.reason
+    assert good == Line(2, {"ok": 1})
+
+
+def test_a_whole_surrogate_pair_is_a_character() -> None:
+    assert read(rb'{"a":"\ud83d\ude00"}') == [Line(1, {"a": "😀"})]
+
+
+@pytest.mark.parametrize("longer", [1, 100, 101])  # ends inside the second read, with it, and after it
+def test_a_line_beyond_the_limit_is_skipped_whole(longer: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lines, "MAX_LINE_BYTES", 100)
+    bad, good = read(b'{"a":"' + b"x" * (92 + longer) + b'"}\n{"ok":1}\n')
+    assert isinstance(bad, BadLine) and "longer than" in bad.reason
+    assert good == Line(2, {"ok": 1})
+    assert read(b'{"a":"' + b"x" * 92 + b'"}\n') == [Line(1, {"a": "x" * 92})]  # exactly the limit
+
+
+def test_limit_counts_records_not_blank_lines() -> None:
+    assert read(b'\n{"a":1}\n\nnope\n{"a":3}\n', limit=2) == [
+        Line(2, {"a": 1}),
+        BadLine(4, "not JSON: Expecting value at column 1"),
+    ]

@@ -1,0 +1,247 @@
+"""Both line forms: what is understood, what is refused and in which words, and which parameter wins."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from configs.schema import SamplingConfig
+from moe.batch.openai import openai_answer, parse_openai
+from moe.batch.plain import parse_plain, plain_answer
+from moe.batch.protocol import ChatOptions, LineError, LineRequest, line_seed, resolve_params
+from moe.engine.request import CompletionOutput, Logprob, Request, RequestOutput
+
+HI = [{"role": "user", "content": "hi"}]
+
+
+def chat_line(**body: Any) -> LineRequest:
+    body = {"model": "m", "messages": HI} | body
+    return parse_openai(3, {"custom_id": "c", "method": "POST", "url": "/v1/chat/completions", "body": body})
+
+
+def completion_line(**body: Any) -> LineRequest:
+    return parse_openai(3, {"custom_id": "c", "method": "POST", "url": "/v1/completions", "body": body})
+
+
+def test_plain_sources() -> None:
+    assert parse_plain(1, {"id": "a", "prompt": "x"}).prompt == "x"
+    assert parse_plain(1, {"id": "a", "prompt_token_ids": [1, 2]}).prompt_token_ids == [1, 2]
+    parts = [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]
+    assert parse_plain(1, {"messages": parts}).messages == [{"role": "user", "content": "a\nb"}]
+
+
+@pytest.mark.parametrize("line_id", ["a", "1", 1, 1.5, True, ["x"], {"k": 1}, "x" * 300])
+def test_ids_keep_their_type(line_id: Any) -> None:
+    assert parse_plain(7, {"id": line_id, "prompt": "x"}).id == line_id
+    assert type(parse_plain(7, {"id": line_id, "prompt": "x"}).id) is type(line_id)
+
+
+@pytest.mark.parametrize("record", [{"prompt": "x"}, {"id": None, "prompt": "x"}])
+def test_a_line_without_id_has_its_number(record: dict[str, Any]) -> None:
+    assert parse_plain(7, record).id == 7
+
+
+@pytest.mark.parametrize(
+    ("record", "reason"),
+    [
+        ({}, "exactly one of prompt, messages and prompt_token_ids is needed; this line has none."),
+        ({"prompt": "x", "messages": HI}, "this line has prompt and messages"),
+        ({"prompt": 17}, "prompt=17 must be a text."),
+        ({"prompt": True}, "prompt=true must be a text."),
+        ({"prompt": "x", "temprature": 1}, "unknown field 'temprature'; did you mean 'temperature'?"),
+        ({"prompt": "x", "temperature": "hot"}, "temperature='hot' must be a number"),
+        ({"prompt": "x", "max_tokens": 0}, "max_tokens=0 is out of range"),
+        ({"prompt": "x", "max_tokens": 1.5}, "max_tokens=1.5 must be a whole number"),
+        ({"prompt": "x", "stop": [""]}, "empty string"),
+        ({"prompt": "x", "stop": "a", "detokenize": False}, "needs text"),
+        ({"prompt": "x", "min_tokens": 9, "max_tokens": 3}, "min_tokens=9 exceeds max_tokens=3"),
+        ({"prompt_token_ids": []}, "prompt_token_ids=[] must be a non-empty list"),
+        ({"prompt_token_ids": [1, -2]}, "prompt_token_ids has -2, which is no token id"),
+        ({"prompt_token_ids": [1, True]}, "prompt_token_ids has true"),
+        ({"messages": []}, "messages=[] must be a list of at least one message"),
+        ({"messages": ["x"]}, "messages[0] must be an object with a role"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "only text parts"),
+        ({"messages": HI, "tools": {}}, "tools={} must be a list"),
+        ({"messages": HI, "tools": ["x"]}, 'tools[0]="x" must be an object'),
+        ({"messages": HI, "continue_final_message": True, "add_generation_prompt": True}, "exclude each other"),
+        ({"messages": HI, "chat_template_kwargs": 3}, "chat_template_kwargs=3 must be an object"),
+        ({"prompt": "x", "tools": [{}]}, "tools belongs to messages; this line has prompt."),
+    ],
+)
+def test_plain_refusals(record: dict[str, Any], reason: str) -> None:
+    with pytest.raises(LineError) as caught:
+        parse_plain(1, record)
+    assert reason in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_chat_options_of_both_forms() -> None:
+    options = {"tools": [{"type": "function"}], "chat_template_kwargs": {"thinking": True}}
+    expected = ChatOptions([{"type": "function"}], {"thinking": True}, False, True)
+    plain = parse_plain(1, {"messages": HI, "continue_final_message": True, **options})
+    assert plain.chat == expected
+    assert chat_line(continue_final_message=True, **options).chat == expected
+    assert chat_line(**options).chat.add_generation_prompt
+    assert chat_line(tool_choice="none", **options).chat.tools is None
+
+
+def test_openai_body_fields_become_parameters() -> None:
+    line = chat_line(
+        max_completion_tokens=9, temperature=0.5, top_p=0.9, n=2, stop="x", seed=4, presence_penalty=1, min_p=0.1,
+        frequency_penalty=-1, logit_bias={"5": 2}, logprobs=True, top_logprobs=3, top_k=7, repetition_penalty=1.2,
+        min_tokens=1, ignore_eos=True, stop_token_ids=[2], truncate_prompt_tokens=8, user="u", stream=False,
+        response_format={"type": "text"}, tools=None, metadata={},
+    )  # fmt: skip
+    params = resolve_params(line, SamplingConfig(), {})
+    assert (params.max_tokens, params.temperature, params.top_p, params.n, params.stop) == (9, 0.5, 0.9, 2, ("x",))
+    assert (params.seed, params.presence_penalty, params.frequency_penalty, params.min_p) == (4, 1, -1, 0.1)
+    assert (params.logit_bias, params.logprobs, params.top_k, params.repetition_penalty) == ({5: 2.0}, 3, 7, 1.2)
+    assert (params.min_tokens, params.ignore_eos, params.stop_token_ids) == (1, True, (2,))
+    assert params.truncate_prompt_tokens == 8
+    assert completion_line(prompt="x", logprobs=2).fields["logprobs"] == 2
+    assert chat_line(logprobs=True).fields["logprobs"] == 0
+
+
+def test_openai_completion_prompts() -> None:
+    assert completion_line(prompt="x").prompt == "x"
+    assert completion_line(prompt=["x"]).prompt == "x"
+    assert completion_line(prompt=[1, 2]).prompt_token_ids == [1, 2]
+    assert completion_line(prompt=[[1, 2]]).prompt_token_ids == [1, 2]
+    with pytest.raises(LineError, match="prompt holds 2 prompts; write one line for each"):
+        completion_line(prompt=["a", "b"])
+    with pytest.raises(LineError, match="prompt=null must be a non-empty list"):
+        completion_line()
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        ({"stream": True}, "stream=true: a batch has no stream"),
+        ({"temprature": 1}, "unknown field 'temprature' in body; did you mean 'temperature'?"),
+        ({"max_tokens": 4, "max_completion_tokens": 5}, "differ; give one of them"),
+        ({"top_logprobs": 3}, "top_logprobs=3 needs logprobs=true"),
+        ({"response_format": {"type": "json_object"}}, 'response_format.type="json_object": only text'),
+        ({"tool_choice": "required"}, 'tool_choice="required": a call cannot be forced'),
+        ({"messages": None}, "must be a list of at least one message"),
+        ({"temperature": 3, "top_p": 7}, "top_p=7 is out of range"),
+        ({"model": 5}, "model=5 must be a text"),
+    ],
+)
+def test_openai_refusals(body: dict[str, Any], reason: str) -> None:
+    with pytest.raises(LineError) as caught:
+        chat_line(**body)
+    assert reason in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"custom_id": 5}, "custom_id=5 must be a text"),
+        ({"method": "GET"}, 'method="GET" must be POST'),
+        ({"url": "/v1/embeddings"}, 'url="/v1/embeddings" is not served'),
+        ({"body": []}, "body=[] must be an object"),
+        ({"extra": 1}, "unknown field 'extra'"),
+    ],
+)
+def test_openai_envelope_refusals(change: dict[str, Any], reason: str) -> None:
+    record = {"custom_id": "c", "method": "POST", "url": "/v1/completions", "body": {"prompt": "x"}} | change
+    with pytest.raises(LineError) as caught:
+        parse_openai(1, record)
+    assert reason in str(caught.value)
+
+
+def test_line_over_command_line_over_generation_config_over_neutral() -> None:
+    sampling = SamplingConfig(temperature=0.5, top_k=10, stop=["S"])
+    defaults = {"temperature": 0.1, "top_k": 1, "top_p": 0.8}
+    chat = parse_plain(1, {"messages": HI, "temperature": 0.9})
+    params = resolve_params(chat, sampling, defaults)
+    assert (params.temperature, params.top_k, params.top_p, params.min_p) == (0.9, 10, 0.8, None)
+    assert params.stop == ("S",)
+    plain = parse_plain(1, {"prompt": "x", "top_k": None})  # null is "not set"
+    params = resolve_params(plain, sampling, defaults)
+    assert (params.temperature, params.top_k, params.top_p) == (0.5, 10, None)
+    assert resolve_params(parse_plain(1, {"prompt": "x", "stop": []}), sampling, {}).stop == ()
+    assert resolve_params(plain, SamplingConfig(include_stop=True), {}).include_stop_str_in_output
+
+
+def test_layers_that_contradict_each_other_fail_the_line() -> None:
+    line = parse_plain(1, {"prompt": "x", "max_tokens": 3})
+    with pytest.raises(LineError, match="min_tokens=9 exceeds max_tokens=3"):
+        resolve_params(line, SamplingConfig(min_tokens=9), {})
+
+
+def test_seeds_depend_on_job_seed_and_id_alone() -> None:
+    def seed(number: int, line_id: Any, job: int = 0, **fields: Any) -> int | None:
+        line = parse_plain(number, {"id": line_id, "prompt": "x", **fields})
+        return resolve_params(line, SamplingConfig(seed=job), {}).seed
+
+    assert seed(1, "a") == seed(99, "a") == line_seed(0, "a")
+    different = [seed(1, "a"), seed(1, "b"), seed(1, "a", job=1), seed(1, 1), seed(1, "1"), seed(1, True), seed(1, 1.5)]
+    assert len(set(different)) == len(different)
+    assert seed(1, "a", seed=5) == 5
+    # The same on every machine: a frozen value. It changes only if answers of old jobs may change.
+    assert line_seed(0, "a") == 4_430_979_875_597_297_393
+    request = Request(
+        "line-1", [1], resolve_params(parse_plain(1, {"id": "a", "prompt": "x", "n": 3}), SamplingConfig(), {})
+    )
+    assert len({request.seed_of(index) for index in range(3)}) == 3
+
+
+def result(n: int = 1, *, logprobs: bool = False) -> RequestOutput:
+    entry = {65: Logprob(-0.25, 2, "A"), 66: Logprob(-0.125, 1, "B")}
+    outputs = [
+        CompletionOutput(index, "A", [65], "stop", "x", logprobs=[entry] if logprobs else None) for index in range(n)
+    ]
+    return RequestOutput("r", "p", [1, 2, 3], outputs, True, 2)
+
+
+def test_plain_answer() -> None:
+    line = parse_plain(4, {"id": 1, "prompt": "x"})
+    sample = {"text": "A", "token_ids": [65], "finish_reason": "stop", "stop_reason": "x"}
+    counts = {"prompt_tokens": 3, "completion_tokens": 1, "cached_tokens": 2}
+    assert plain_answer(line, result()) == {"id": 1, "line": 4, **sample, **counts}
+    two = plain_answer(line, result(2))
+    assert two == {"id": 1, "line": 4, "outputs": [sample, sample], **counts | {"completion_tokens": 2}}
+    top = [{"token_id": 66, "token": "B", "logprob": -0.125, "rank": 1}]
+    top += [{"token_id": 65, "token": "A", "logprob": -0.25, "rank": 2}]
+    assert plain_answer(line, result(logprobs=True))["logprobs"] == [{"token_id": 65, "logprob": -0.25, "top": top}]
+
+
+def test_openai_chat_answer() -> None:
+    answer = openai_answer(chat_line(), result(2, logprobs=True), "job-model")
+    assert set(answer) == {"id", "custom_id", "response", "error"}
+    assert answer["custom_id"] == "c" and answer["error"] is None and answer["id"].startswith("batch_req_")
+    assert answer["response"]["status_code"] == 200
+    body = answer["response"]["body"]
+    assert body["object"] == "chat.completion" and body["model"] == "m"
+    assert [choice["index"] for choice in body["choices"]] == [0, 1]
+    assert body["choices"][0]["message"] == {"role": "assistant", "content": "A", "refusal": None}
+    assert body["choices"][0]["finish_reason"] == "stop"
+    chosen = body["choices"][0]["logprobs"]["content"][0]
+    assert (chosen["token"], chosen["logprob"], chosen["bytes"]) == ("A", -0.25, [65])
+    assert [each["token"] for each in chosen["top_logprobs"]] == ["B", "A"]
+    assert body["usage"] == {
+        "prompt_tokens": 3,
+        "completion_tokens": 2,
+        "total_tokens": 5,
+        "prompt_tokens_details": {"cached_tokens": 2},
+    }
+    assert answer == openai_answer(chat_line(), result(2, logprobs=True), "job-model")  # ids are hashes, not chance
+
+
+def test_openai_completion_answer() -> None:
+    body = openai_answer(completion_line(prompt="x"), result(logprobs=True), "job-model")["response"]["body"]
+    assert body["object"] == "text_completion" and body["model"] == "job-model"
+    assert body["choices"] == [
+        {
+            "index": 0,
+            "text": "A",
+            "finish_reason": "stop",
+            "logprobs": {
+                "tokens": ["A"],
+                "token_logprobs": [-0.25],
+                "top_logprobs": [{"A": -0.25, "B": -0.125}],
+                "text_offset": [0],
+            },
+        }
+    ]
