@@ -1,0 +1,249 @@
+"""Causal attention of prompt chunks over the paged cache, over all keys or a part of them, and the merge of such parts.
+
+Knows pages, positions and heads; knows neither layers nor requests. Query i of sequence b stands at
+query_offsets[b] + i, key j at kv_starts[b] + j; a query sees keys at its own position or before it, inside the window.
+
+    out[i, h] = sum over seen j of softmax_j(scale * q[i, h] . k[j]) * v[j]
+    lse[i, h] = ln of the sum over seen j of exp(scale * q[i, h] . k[j])
+"""
+
+from __future__ import annotations
+
+from typing import Literal, overload
+
+import torch
+from torch import Tensor
+
+from kernels.checks import assert_dtype, assert_last_contiguous, assert_same_device, assert_shape
+from kernels.kv_tiles import OnlineSoftmax, gather_kv_tile, tile_product
+
+_REFERENCE_QUERIES = 32  # the reference's query block, at multiples of this position
+_REFERENCE_TILE = 64  # keys visited at once by the reference, at multiples of this position
+
+
+@overload
+def attention_prefill(
+    q_THC: Tensor,
+    k_cache_NPGC: Tensor,
+    v_cache_NPGV: Tensor,
+    block_tables_BM: Tensor,
+    query_starts_B1: Tensor,
+    query_offsets_B: Tensor,
+    kv_lens_B: Tensor,
+    *,
+    scale: float,
+    window: int = 0,
+    max_query_len: int,
+    max_kv_len: int,
+    kv_starts_B: Tensor | None = None,
+    return_lse: Literal[False] = False,
+) -> Tensor: ...
+
+
+@overload
+def attention_prefill(
+    q_THC: Tensor,
+    k_cache_NPGC: Tensor,
+    v_cache_NPGV: Tensor,
+    block_tables_BM: Tensor,
+    query_starts_B1: Tensor,
+    query_offsets_B: Tensor,
+    kv_lens_B: Tensor,
+    *,
+    scale: float,
+    window: int = 0,
+    max_query_len: int,
+    max_kv_len: int,
+    kv_starts_B: Tensor | None = None,
+    return_lse: Literal[True],
+) -> tuple[Tensor, Tensor]: ...
+
+
+def attention_prefill(
+    q_THC: Tensor,
+    k_cache_NPGC: Tensor,
+    v_cache_NPGV: Tensor,
+    block_tables_BM: Tensor,
+    query_starts_B1: Tensor,
+    query_offsets_B: Tensor,
+    kv_lens_B: Tensor,
+    *,
+    scale: float,
+    window: int = 0,
+    max_query_len: int,
+    max_kv_len: int,
+    kv_starts_B: Tensor | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """out_THV in q's dtype, or with return_lse (out_THV fp32, lse_TH fp32). `attention_prefill_reference` defines it.
+
+    Rows query_starts[b] : query_starts[b + 1] of q are the chunk of sequence b; kv_lens[b] keys are reachable through its
+    row of the table (entries past them are never used). Index tensors int32; kv_starts None: keys start at position 0;
+    window 0: no window. A query that sees no key gives out 0, lse -inf. max_query_len and max_kv_len bound the work and
+    do not change a bit of the result.
+    """
+    out_THV, lse_TH = attention_prefill_reference(
+        q_THC,
+        k_cache_NPGC,
+        v_cache_NPGV,
+        block_tables_BM,
+        query_starts_B1,
+        query_offsets_B,
+        kv_lens_B,
+        scale=scale,
+        window=window,
+        kv_starts_B=kv_starts_B,
+    )
+    return (out_THV, lse_TH) if return_lse else out_THV.to(q_THC.dtype)
+
+
+def merge_attention(out_a_THV: Tensor, lse_a_TH: Tensor, out_b_THV: Tensor, lse_b_TH: Tensor) -> tuple[Tensor, Tensor]:
+    """(out_THV, lse_TH) over the keys of both parts, fp32. `merge_attention_reference` is the definition.
+
+    A part with lse -inf is empty: its weight is exactly 0, what its `out` holds is not looked at, and the other part is
+    returned bit for bit. Both empty: out 0, lse -inf. The four operands may have different strides.
+    """
+    return merge_attention_reference(out_a_THV, lse_a_TH, out_b_THV, lse_b_TH)
+
+
+def _check_operands(
+    q_THC: Tensor,
+    k_cache_NPGC: Tensor,
+    v_cache_NPGV: Tensor,
+    block_tables_BM: Tensor,
+    query_starts_B1: Tensor,
+    query_offsets_B: Tensor,
+    kv_lens_B: Tensor,
+    kv_starts_B: Tensor,
+) -> None:
+    num_heads, width = q_THC.shape[1:]
+    num_blocks, page_size, num_kv_heads, _ = k_cache_NPGC.shape
+    num_sequences = block_tables_BM.shape[0]
+    assert num_heads % num_kv_heads == 0, f"{num_heads} query heads cannot share {num_kv_heads} kv heads"
+    assert_shape("k_cache_NPGC", k_cache_NPGC, (num_blocks, page_size, num_kv_heads, width))
+    assert_shape("v_cache_NPGV", v_cache_NPGV, (num_blocks, page_size, num_kv_heads, None))
+    indices = {
+        "block_tables_BM": (block_tables_BM, (num_sequences, None)),
+        "query_starts_B1": (query_starts_B1, (num_sequences + 1,)),
+        "query_offsets_B": (query_offsets_B, (num_sequences,)),
+        "kv_lens_B": (kv_lens_B, (num_sequences,)),
+        "kv_starts_B": (kv_starts_B, (num_sequences,)),
+    }
+    for name, (x, shape) in indices.items():
+        assert_shape(name, x, shape)
+        assert_dtype(name, x, torch.int32)
+    for name, x in (("q_THC", q_THC), ("k_cache_NPGC", k_cache_NPGC), ("v_cache_NPGV", v_cache_NPGV)):
+        assert_last_contiguous(name, x)
+        assert_dtype(name, x, q_THC.dtype)
+    assert_same_device(
+        q_THC, k_cache=k_cache_NPGC, v_cache=v_cache_NPGV, **{name: x for name, (x, _) in indices.items()}
+    )
+
+
+def _check_merge(out_a_THV: Tensor, lse_a_TH: Tensor, out_b_THV: Tensor, lse_b_TH: Tensor) -> None:
+    assert_shape("lse_a_TH", lse_a_TH, tuple(out_a_THV.shape[:2]))
+    assert_shape("out_b_THV", out_b_THV, tuple(out_a_THV.shape))
+    assert_shape("lse_b_TH", lse_b_TH, tuple(out_a_THV.shape[:2]))
+    operands = {"out_a_THV": out_a_THV, "lse_a_TH": lse_a_TH, "out_b_THV": out_b_THV, "lse_b_TH": lse_b_TH}
+    for name, x in operands.items():
+        assert_dtype(name, x, torch.float32)
+    assert_same_device(**{"first": out_a_THV, **operands})
+
+
+def attention_prefill_reference(
+    q_THC: Tensor,
+    k_cache_NPGC: Tensor,
+    v_cache_NPGV: Tensor,
+    block_tables_BM: Tensor,
+    query_starts_B1: Tensor,
+    query_offsets_B: Tensor,
+    kv_lens_B: Tensor,
+    *,
+    scale: float,
+    window: int = 0,
+    kv_starts_B: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(out_THV, lse_TH), fp32: the definition, and the CPU's product path.
+
+    An item is a block of 32 query positions of one sequence, aligned to position 0, rows outside the chunk empty; tiles
+    of keys stand at fixed positions too, so that a row's bits do not depend on how the prompt was cut.
+    """
+    key_starts_B = torch.zeros_like(kv_lens_B) if kv_starts_B is None else kv_starts_B
+    indices = (block_tables_BM, query_starts_B1, query_offsets_B, kv_lens_B, key_starts_B)
+    _check_operands(q_THC, k_cache_NPGC, v_cache_NPGV, *indices)
+    num_tokens, num_heads, width = q_THC.shape
+    num_kv_heads, value_width = v_cache_NPGV.shape[2:]
+    group, device = num_heads // num_kv_heads, q_THC.device
+    rows = group * _REFERENCE_QUERIES
+    sequence_I, query_IQ, row_IQ, inside_IQ = _query_blocks(query_starts_B1.long(), query_offsets_B.long())
+    num_items = sequence_I.shape[0]
+    if num_items == 0:
+        return q_THC.new_zeros(num_tokens, num_heads, value_width, dtype=torch.float32), torch.full(
+            (num_tokens, num_heads), float("-inf"), device=device
+        )
+    q_IQHC = q_THC[row_IQ].float().masked_fill(~inside_IQ[..., None, None], 0.0)
+    q_IGMQC = q_IQHC.view(num_items, _REFERENCE_QUERIES, num_kv_heads, group, width).permute(0, 2, 3, 1, 4)
+    q_IGRC = q_IGMQC.reshape(num_items, num_kv_heads, rows, width)
+    kv_start_I = key_starts_B.long()[sequence_I]
+    kv_end_I = kv_start_I + kv_lens_B.long()[sequence_I]
+    first_I = torch.maximum(kv_start_I, query_IQ[:, 0] - window + 1) if window else kv_start_I
+    end_I = torch.minimum(kv_end_I, query_IQ[:, -1] + 1)
+    state = OnlineSoftmax(num_items * num_kv_heads, rows, value_width, device)
+    head_G = torch.arange(num_kv_heads, device=device)
+    first_tile = int(first_I.min()) // _REFERENCE_TILE * _REFERENCE_TILE
+    for start in range(first_tile, int(end_I.max()), _REFERENCE_TILE):
+        live_i = ((end_I > start) & (first_I < start + _REFERENCE_TILE) & (first_I < end_I)).nonzero().flatten()
+        if live_i.shape[0] == 0:
+            continue
+        key_iW = torch.arange(start, start + _REFERENCE_TILE, device=device).expand(live_i.shape[0], -1)
+        valid_iW = (key_iW >= first_I[live_i, None]) & (key_iW < end_I[live_i, None])
+        tables_iM, index_iW = block_tables_BM[sequence_I[live_i]], key_iW - kv_start_I[live_i, None]
+        k_iGWC = gather_kv_tile(k_cache_NPGC, tables_iM, index_iW, valid_iW)
+        v_iGWV = gather_kv_tile(v_cache_NPGV, tables_iM, index_iW, valid_iW)
+        scores = tile_product(q_IGRC[live_i].flatten(0, 1), k_iGWC.flatten(0, 1).transpose(1, 2)) * scale
+        seen_iQW = valid_iW.unsqueeze(1) & (key_iW.unsqueeze(1) <= query_IQ[live_i].unsqueeze(2))
+        if window:
+            seen_iQW &= key_iW.unsqueeze(1) > query_IQ[live_i].unsqueeze(2) - window
+        scores_iHQW = scores.view(live_i.shape[0], num_heads, _REFERENCE_QUERIES, _REFERENCE_TILE)
+        scores_iHQW.masked_fill_(~seen_iQW.unsqueeze(1), float("-inf"))
+        state.add((live_i.unsqueeze(1) * num_kv_heads + head_G).flatten(), scores, v_iGWV.flatten(0, 1))
+    out_IRV, lse_IR = state.result()
+    out_THV = out_IRV.new_zeros(num_tokens, num_heads, value_width)
+    lse_TH = lse_IR.new_full((num_tokens, num_heads), float("-inf"))
+    by_query = (num_items, num_heads, _REFERENCE_QUERIES)
+    out_THV[row_IQ[inside_IQ]] = out_IRV.view(*by_query, value_width).transpose(1, 2)[inside_IQ]
+    lse_TH[row_IQ[inside_IQ]] = lse_IR.view(by_query).transpose(1, 2)[inside_IQ]
+    return out_THV, lse_TH
+
+
+def _query_blocks(query_starts_B1: Tensor, query_offsets_B: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Cuts each chunk at multiples of 32 positions: (sequence_I, position_IQ, row_IQ, inside_IQ); outside: row 0."""
+    device = query_starts_B1.device
+    lens_B = query_starts_B1[1:] - query_starts_B1[:-1]
+    first_block_B = query_offsets_B // _REFERENCE_QUERIES
+    end_block_B = (query_offsets_B + lens_B + _REFERENCE_QUERIES - 1) // _REFERENCE_QUERIES
+    num_blocks_B = (end_block_B - first_block_B).masked_fill(lens_B == 0, 0)
+    sequence_I = torch.repeat_interleave(torch.arange(lens_B.shape[0], device=device), num_blocks_B)
+    index_I = torch.arange(sequence_I.shape[0], device=device) - (num_blocks_B.cumsum(0) - num_blocks_B)[sequence_I]
+    block_I = first_block_B[sequence_I] + index_I
+    position_IQ = block_I.unsqueeze(1) * _REFERENCE_QUERIES + torch.arange(_REFERENCE_QUERIES, device=device)
+    in_chunk_IQ = position_IQ - query_offsets_B[sequence_I, None]
+    inside_IQ = (in_chunk_IQ >= 0) & (in_chunk_IQ < lens_B[sequence_I, None])
+    row_IQ = (query_starts_B1[sequence_I, None] + in_chunk_IQ).masked_fill(~inside_IQ, 0)
+    return sequence_I, position_IQ, row_IQ, inside_IQ
+
+
+def merge_attention_reference(
+    out_a_THV: Tensor, lse_a_TH: Tensor, out_b_THV: Tensor, lse_b_TH: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The definition, and the CPU's product path."""
+    _check_merge(out_a_THV, lse_a_TH, out_b_THV, lse_b_TH)
+    max_TH = torch.maximum(lse_a_TH, lse_b_TH)
+    base_TH = max_TH.masked_fill(max_TH == float("-inf"), 0.0)
+    weight_a_TH, weight_b_TH = (lse_a_TH - base_TH).exp(), (lse_b_TH - base_TH).exp()
+    total_TH = weight_a_TH + weight_b_TH
+    # What an empty part holds may be anything; 0 * NaN would be NaN.
+    part_a_THV = (out_a_THV * weight_a_TH.unsqueeze(-1)).masked_fill((weight_a_TH == 0).unsqueeze(-1), 0.0)
+    part_b_THV = (out_b_THV * weight_b_TH.unsqueeze(-1)).masked_fill((weight_b_TH == 0).unsqueeze(-1), 0.0)
+    out_THV = (part_a_THV + part_b_THV) / total_TH.masked_fill(total_TH == 0, 1.0).unsqueeze(-1)
+    return out_THV, max_TH + total_TH.log()
