@@ -1,0 +1,203 @@
+"""One token a row: the largest logit, or a draw by the Gumbel trick from a counter-based generator.
+
+Knows logits, temperatures, seeds and positions; knows nothing of requests, penalties or text. A row's token depends on
+its own logits, temperature, seed and position, and on nothing else in the batch.
+
+    # id_B[b] = argmax over v of  logits_BV[b, v]                                       (temperature 0)
+    #                             logits_BV[b, v] / temperature_B[b] + g(seed, position, v)     (else)
+    # the lowest v among equals; -1 where the row holds NaN or +inf, or nothing above -inf
+    # g = -log(e), e = -log(1 - u), u = (word + 1/2) / 2^32: fine near 0, where the winners are
+
+The word of vocabulary index v comes from Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3"):
+key (seed low, seed high), counter (c, position low, position high, 0), where tiles of 2048 indices are cut into four
+runs of 512: v = 2048 * tile + 512 * word + lane, c = 512 * tile + lane. Seeds and positions are 64-bit.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.checks import assert_dtype, assert_last_contiguous, assert_same_device, assert_shape, cdiv, uses_triton
+
+# Part of the random stream's definition, not a tuning knob: another value draws other tokens.
+LANES = 512
+TILE = 4 * LANES
+
+MULTIPLIER_0, MULTIPLIER_1 = 0xD2511F53, 0xCD9E8D57
+WEYL_0, WEYL_1 = 0x9E3779B9, 0xBB67AE85
+MASK32 = 0xFFFFFFFF
+LARGEST_BELOW_ONE = 1.0 - 2.0**-24
+# Below this, 1 - u would lose u's low bits and the series of -log(1 - u) is exact in fp32.
+SERIES_BELOW = 1e-3
+
+
+def sample_argmax(logits_BV: Tensor, temperature_B: Tensor, seed_B: Tensor, position_B: Tensor) -> Tensor:
+    """ids_B int64. logits fp32 (rows may be strided), temperature fp32 >= 0, seed and position int64.
+
+    `sample_argmax_reference` is the definition.
+    """
+    if uses_triton(logits_BV):
+        return sample_argmax_triton(logits_BV, temperature_B, seed_B, position_B)
+    return sample_argmax_reference(logits_BV, temperature_B, seed_B, position_B)
+
+
+@triton.jit
+def _philox(c0, c1, c2, c3, k0, k1):
+    """Ten rounds of Philox4x32 on uint32 values: four words."""
+    for _ in tl.static_range(10):  # pyright: ignore[reportGeneralTypeIssues]
+        product0 = c0.to(tl.uint64) * 0xD2511F53  # one wide multiplication gives both halves
+        product1 = c2.to(tl.uint64) * 0xCD9E8D57
+        c0, c1 = (product1 >> 32).to(tl.uint32) ^ c1 ^ k0, product1.to(tl.uint32)
+        c2, c3 = (product0 >> 32).to(tl.uint32) ^ c3 ^ k1, product0.to(tl.uint32)
+        k0, k1 = k0 + 0x9E3779B9, k1 + 0xBB67AE85
+    return c0, c1, c2, c3
+
+
+@triton.jit
+def _perturbed(x, word, temperature):
+    """x / temperature + g(word)."""
+    u = tl.minimum((word.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 0.999999940395355224609375)
+    e = tl.where(u < 1e-3, u * (1.0 + u * (0.5 + u * 0.3333333333333333)), -tl.log(1.0 - u))
+    return tl.div_rn(x, temperature) - tl.log(e)
+
+
+@triton.jit
+def _better(x, score, ids, best_score, best_id, bad):
+    """Later ids win only if strictly larger, so a lane keeps its lowest id."""
+    bad |= ((x != x) | (x == float("inf"))).to(tl.int32)
+    wins = score > best_score
+    return tl.where(wins, score, best_score), tl.where(wins, ids, best_id), bad
+
+
+# logits_ptr fp32 [B, V], stride_b between rows; temperature_ptr fp32 [B]; seed_ptr, position_ptr, ids_ptr int64 [B].
+# Grid (B,): program b owns row b and walks its vocabulary in tiles of 4 * LANES. Comparisons only, so nothing
+# accumulates and the order does not matter. Ids past V load -inf and never win.
+@triton.jit
+def _sample_kernel(
+    logits_ptr, temperature_ptr, seed_ptr, position_ptr, ids_ptr, vocab_size, stride_b, LANES: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    logits_ptr += row * stride_b
+    temperature = tl.load(temperature_ptr + row)
+    seed = tl.load(seed_ptr + row)
+    position = tl.load(position_ptr + row)
+    lane = tl.arange(0, LANES)
+    zero = tl.zeros([LANES], tl.uint32)
+    key0 = zero + (seed & 0xFFFFFFFF).to(tl.uint32)
+    key1 = zero + ((seed >> 32) & 0xFFFFFFFF).to(tl.uint32)
+    counter1 = zero + (position & 0xFFFFFFFF).to(tl.uint32)
+    counter2 = zero + ((position >> 32) & 0xFFFFFFFF).to(tl.uint32)
+    best_score = tl.full([LANES], float("-inf"), tl.float32)
+    best_id = tl.zeros([LANES], tl.int32)
+    bad = tl.zeros([LANES], tl.int32)
+    for start in range(0, vocab_size, 4 * LANES):
+        ids0 = start + lane
+        ids1, ids2, ids3 = ids0 + LANES, ids0 + 2 * LANES, ids0 + 3 * LANES
+        x0 = tl.load(logits_ptr + ids0, mask=ids0 < vocab_size, other=float("-inf"))
+        x1 = tl.load(logits_ptr + ids1, mask=ids1 < vocab_size, other=float("-inf"))
+        x2 = tl.load(logits_ptr + ids2, mask=ids2 < vocab_size, other=float("-inf"))
+        x3 = tl.load(logits_ptr + ids3, mask=ids3 < vocab_size, other=float("-inf"))
+        score0, score1, score2, score3 = x0, x1, x2, x3
+        if temperature > 0.0:
+            w0, w1, w2, w3 = _philox((start // 4 + lane).to(tl.uint32), counter1, counter2, zero, key0, key1)
+            score0, score1 = _perturbed(x0, w0, temperature), _perturbed(x1, w1, temperature)
+            score2, score3 = _perturbed(x2, w2, temperature), _perturbed(x3, w3, temperature)
+        best_score, best_id, bad = _better(x0, score0, ids0, best_score, best_id, bad)
+        best_score, best_id, bad = _better(x1, score1, ids1, best_score, best_id, bad)
+        best_score, best_id, bad = _better(x2, score2, ids2, best_score, best_id, bad)
+        best_score, best_id, bad = _better(x3, score3, ids3, best_score, best_id, bad)
+    best = tl.max(best_score, axis=0)
+    winner = tl.min(tl.where(best_score == best, best_id, 2147483647), axis=0)
+    fails = (tl.max(bad, axis=0) > 0) | (best == float("-inf"))
+    tl.store(ids_ptr + row, tl.where(fails, -1, winner).to(tl.int64))
+
+
+def sample_argmax_triton(logits_BV: Tensor, temperature_B: Tensor, seed_B: Tensor, position_B: Tensor) -> Tensor:
+    """The kernel's launcher; also what the interpreter's tests call on CPU tensors."""
+    _check_operands(logits_BV, temperature_B, seed_B, position_B)
+    batch, vocab_size = logits_BV.shape
+    ids_B = torch.empty(batch, dtype=torch.int64, device=logits_BV.device)
+    if batch > 0:
+        args = (logits_BV, temperature_B, seed_B, position_B, ids_B, vocab_size, logits_BV.stride(0))
+        _sample_kernel[(batch,)](*args, LANES=LANES, num_warps=4)
+    return ids_B
+
+
+def _check_operands(logits_BV: Tensor, temperature_B: Tensor, seed_B: Tensor, position_B: Tensor) -> None:
+    assert_shape("logits_BV", logits_BV, (None, None))
+    assert_dtype("logits_BV", logits_BV, torch.float32)
+    assert_last_contiguous("logits_BV", logits_BV)
+    assert 0 < logits_BV.shape[1] < 2**31 - TILE, f"a vocabulary of {logits_BV.shape[1]} ids"
+    for name, x, dtype in (
+        ("temperature_B", temperature_B, torch.float32),
+        ("seed_B", seed_B, torch.int64),
+        ("position_B", position_B, torch.int64),
+    ):
+        assert_shape(name, x, (logits_BV.shape[0],))
+        assert_dtype(name, x, dtype)
+        assert x.is_contiguous(), f"{name} must lie together in memory"
+    assert_same_device(logits_BV, temperature_B=temperature_B, seed_B=seed_B, position_B=position_B)
+
+
+def sample_argmax_reference(logits_BV: Tensor, temperature_B: Tensor, seed_B: Tensor, position_B: Tensor) -> Tensor:
+    """The definition, in plain torch. Greedy rows draw nothing."""
+    _check_operands(logits_BV, temperature_B, seed_B, position_B)
+    batch, vocab_size = logits_BV.shape
+    if batch == 0:
+        return seed_B.new_empty(0)
+    scores_BV = logits_BV
+    draws = temperature_B > 0
+    if bool(draws.any()):
+        noise_SV = gumbel_reference(seed_B[draws], position_B[draws], vocab_size)
+        scores_BV = logits_BV.clone()
+        scores_BV[draws] = logits_BV[draws] / temperature_B[draws].unsqueeze(1) + noise_SV
+    largest_B = logits_BV.amax(dim=1)  # NaN if any is
+    # Not argmax: which of several equal entries it gives is unspecified.
+    equals_BV = scores_BV == scores_BV.amax(dim=1, keepdim=True)
+    ids_V = torch.arange(vocab_size, device=logits_BV.device)
+    first_B = torch.where(equals_BV, ids_V, vocab_size).amin(dim=1)
+    return torch.where(largest_B.isfinite(), first_B, -1)
+
+
+class Words(NamedTuple):
+    """Four 32-bit words, or a counter, held in int64 tensors of values 0 .. 2^32 - 1."""
+
+    w0: Tensor
+    w1: Tensor
+    w2: Tensor
+    w3: Tensor
+
+
+def philox_reference(counter: Words, key0: Tensor, key1: Tensor) -> Words:
+    """Philox4x32-10 in 64-bit integers: bit for bit what the kernel computes."""
+    c0, c1, c2, c3 = counter
+    for _ in range(10):
+        product0, product1 = c0 * MULTIPLIER_0, c2 * MULTIPLIER_1  # may wrap past 2^63; the masks below undo the sign
+        c0, c1 = ((product1 >> 32) & MASK32) ^ c1 ^ key0, product1 & MASK32
+        c2, c3 = ((product0 >> 32) & MASK32) ^ c3 ^ key1, product0 & MASK32
+        key0, key1 = (key0 + WEYL_0) & MASK32, (key1 + WEYL_1) & MASK32
+    return Words(c0, c1, c2, c3)
+
+
+def words_reference(seed_B: Tensor, position_B: Tensor, vocab_size: int) -> Tensor:
+    """words_BV int64, the random 32 bits of each vocabulary index."""
+    num_tiles = cdiv(vocab_size, TILE)
+    counter_C = torch.arange(num_tiles * LANES, device=seed_B.device)
+    seed_B1, position_B1 = seed_B.unsqueeze(1), position_B.unsqueeze(1)
+    counter = Words(counter_C, position_B1 & MASK32, (position_B1 >> 32) & MASK32, torch.zeros_like(counter_C))
+    words = philox_reference(counter, seed_B1 & MASK32, (seed_B1 >> 32) & MASK32)
+    tiles_B4 = [word_BC.view(-1, num_tiles, LANES) for word_BC in words]
+    return torch.stack(tiles_B4, dim=2).view(-1, num_tiles * TILE)[:, :vocab_size]
+
+
+def gumbel_reference(seed_B: Tensor, position_B: Tensor, vocab_size: int) -> Tensor:
+    """noise_BV fp32, standard Gumbel: -log of an exponential variable."""
+    words_BV = words_reference(seed_B, position_B, vocab_size)
+    u_BV = ((words_BV.float() + 0.5) * 2.0**-32).clamp_max(LARGEST_BELOW_ONE)
+    series_BV = u_BV * (1.0 + u_BV * (0.5 + u_BV * (1.0 / 3.0)))
+    return -torch.where(u_BV < SERIES_BELOW, series_BV, -torch.log(1.0 - u_BV)).log()
