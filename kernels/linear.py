@@ -1,37 +1,160 @@
 """y = x w^T (+ bias) with the sum over K never split, so that a row's bits do not depend on how many rows there are.
 
-Knows matrices; knows nothing of models. Serves where the vendor library may split K by the number of rows: router logits,
-narrow projections, and, as `head_linear`, the per-head products of absorbed MLA. On CPU the products run in blocks of 32
-rows, the last one filled up with zeros: torch's own rows change with the number of rows.
+Knows matrices; knows nothing of models. Serves where the vendor library may split K by the number of rows: router
+logits, narrow projections, and, as `head_linear`, the per-head products of absorbed MLA. On CPU the products run in
+blocks of 32 rows, the last one filled up with zeros: torch's own rows change with the number of rows.
 """
 
 from __future__ import annotations
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 from torch.nn import functional
 
-from kernels.checks import assert_last_contiguous, assert_same_device, assert_shape
+from kernels.checks import assert_last_contiguous, assert_same_device, assert_shape, cdiv, uses_triton
+from kernels.tiles import TileConfig, device_generation, matrix_tile
 
 CPU_BLOCK = 32
 """Rows of one matrix product on CPU. Every product has exactly this many."""
 
 _CPU_K_MULTIPLE = 4
-"""On CPU, rows of products with N <= 8 and a K that 4 does not divide have bits that depend on their place in the block."""
+"""Measured on CPU: with N <= 8 and a K that 4 does not divide, a row's bits depend on its place in the block."""
 
 
 def linear(x_MK: Tensor, w_NK: Tensor, bias_N: Tensor | None = None, *, out_dtype: torch.dtype | None = None) -> Tensor:
     """y_MN = x w^T (+ bias), fp32 accumulation, one cast to `out_dtype` (None: the operands' dtype).
 
-    Operands of different dtypes are both read as the wider one. fp32 operands are multiplied in fp32, never in tf32. The
-    bias is added before the cast. `linear_reference` is the definition.
+    Operands of different dtypes are both read as the wider one. fp32 operands are multiplied in fp32, never in tf32.
+    The bias is added before the cast. `linear_reference` is the definition.
     """
-    return linear_reference(x_MK, w_NK, bias_N, out_dtype=out_dtype)
+    return (linear_triton if uses_triton(x_MK) else linear_reference)(x_MK, w_NK, bias_N, out_dtype=out_dtype)
 
 
 def head_linear(x_BHK: Tensor, w_HNK: Tensor) -> Tensor:
-    """y_BHN[b, h] = w_HNK[h] x_BHK[b, h]: one product per head; x may be a strided view. `head_linear_reference` defines it."""
-    return head_linear_reference(x_BHK, w_HNK)
+    """y_BHN[b, h] = w_HNK[h] x_BHK[b, h], one product per head; x may be a strided view, w too in all but K.
+
+    `head_linear_reference` is the definition.
+    """
+    return (head_linear_triton if uses_triton(x_BHK) else head_linear_reference)(x_BHK, w_HNK)
+
+
+# y[h, m, n] = sum over k, ascending and unsplit, of x[h, m, k] * w[h, n, k], + bias[n]
+#   x_ptr [M, K] and y_ptr [M, N] per head, w_ptr [N, K] per head, rows strided, the last dimension of each together;
+#   bias_ptr [N] or None. grid (cdiv(M, BLOCK_M) * cdiv(N, BLOCK_N), heads): a program owns one tile of y.
+#   fp32 accumulation. Rows from M on and columns from N on are read as zero and not written; K is filled up with zeros.
+
+
+@triton.jit
+def tile_of_program(program, tiles_m, tiles_n, GROUP_M: tl.constexpr):
+    """(row tile, column tile): GROUP_M row tiles share a column's weights while those are in the L2 cache."""
+    per_group = GROUP_M * tiles_n
+    first_m = (program // per_group) * GROUP_M
+    rows = min(tiles_m - first_m, GROUP_M)
+    return first_m + (program % per_group) % rows, (program % per_group) // rows
+
+
+@triton.jit
+def _linear_kernel(
+    x_ptr,
+    w_ptr,
+    bias_ptr,
+    y_ptr,
+    num_rows,
+    num_columns,
+    width,
+    stride_xm,
+    stride_xh,
+    stride_wn,
+    stride_wh,
+    stride_ym,
+    stride_yh,
+    WIDE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+):
+    head = tl.program_id(1).to(tl.int64)
+    tile_m, tile_n = tile_of_program(
+        tl.program_id(0), tl.cdiv(num_rows, BLOCK_M), tl.cdiv(num_columns, BLOCK_N), GROUP_M
+    )
+    m = tile_m.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = tile_n.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    x_ptrs = x_ptr + head * stride_xh + m[:, None] * stride_xm + k[None, :]
+    w_ptrs = w_ptr + head * stride_wh + n[None, :] * stride_wn + k[:, None]
+    in_m, in_n = (m < num_rows)[:, None], (n < num_columns)[None, :]
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for start in range(0, width, BLOCK_K):
+        in_k = start + k < width
+        x = tl.load(x_ptrs, mask=in_m & in_k[None, :], other=0.0)
+        w = tl.load(w_ptrs, mask=in_n & in_k[:, None], other=0.0)
+        if WIDE:
+            x, w = x.to(tl.float32), w.to(tl.float32)
+        acc = tl.dot(x, w, acc, input_precision="ieee")
+        x_ptrs += BLOCK_K
+        w_ptrs += BLOCK_K
+    if bias_ptr is not None:
+        acc += tl.load(bias_ptr + n, mask=n < num_columns, other=0.0).to(tl.float32)[None, :]
+    y_ptrs = y_ptr + head * stride_yh + m[:, None] * stride_ym + n[None, :]
+    tl.store(y_ptrs, acc.to(y_ptr.dtype.element_ty), mask=in_m & in_n)
+
+
+def linear_triton(
+    x_MK: Tensor,
+    w_NK: Tensor,
+    bias_N: Tensor | None = None,
+    *,
+    out_dtype: torch.dtype | None = None,
+    tile: TileConfig | None = None,
+) -> Tensor:
+    """`linear` as one launch; `tile` is chosen by the rule of kernels/tiles.py unless given."""
+    _check_linear(x_MK, w_NK, bias_N)
+    operand_dtype = torch.promote_types(x_MK.dtype, w_NK.dtype)
+    y_MN = torch.empty(x_MK.shape[0], w_NK.shape[0], dtype=out_dtype or operand_dtype, device=x_MK.device)
+    _launch(x_MK.unsqueeze(1), w_NK.unsqueeze(0), bias_N, y_MN.unsqueeze(1), tile)
+    return y_MN
+
+
+def head_linear_triton(x_BHK: Tensor, w_HNK: Tensor, *, tile: TileConfig | None = None) -> Tensor:
+    """`head_linear` as one launch."""
+    _check_head_linear(x_BHK, w_HNK)
+    y_BHN = torch.empty(*x_BHK.shape[:2], w_HNK.shape[1], dtype=x_BHK.dtype, device=x_BHK.device)
+    _launch(x_BHK, w_HNK, None, y_BHN, tile)
+    return y_BHN
+
+
+def _launch(x_MHK: Tensor, w_HNK: Tensor, bias_N: Tensor | None, y_MHN: Tensor, tile: TileConfig | None) -> None:
+    num_rows, num_heads, width = x_MHK.shape
+    num_columns = w_HNK.shape[1]
+    if y_MHN.numel() == 0:
+        return
+    operand_dtype = torch.promote_types(x_MHK.dtype, w_HNK.dtype)
+    tile = tile or matrix_tile(num_rows, operand_dtype, device_generation(x_MHK))
+    _linear_kernel[(cdiv(num_rows, tile.block_m) * cdiv(num_columns, tile.block_n), num_heads)](
+        x_MHK,
+        w_HNK,
+        bias_N,
+        y_MHN,
+        num_rows,
+        num_columns,
+        width,
+        x_MHK.stride(0),
+        x_MHK.stride(1),
+        w_HNK.stride(1),
+        w_HNK.stride(0),
+        y_MHN.stride(0),
+        y_MHN.stride(1),
+        WIDE=x_MHK.dtype != w_HNK.dtype,
+        BLOCK_M=tile.block_m,
+        BLOCK_N=tile.block_n,
+        BLOCK_K=tile.block_k,
+        GROUP_M=8,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )
 
 
 def _check_linear(x_MK: Tensor, w_NK: Tensor, bias_N: Tensor | None) -> None:

@@ -16,9 +16,11 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
-from kernels.checks import assert_dtype, assert_same_device, assert_shape
+from kernels.checks import assert_dtype, assert_same_device, assert_shape, cdiv, next_power_of_2, uses_triton
 
 
 class Packed(NamedTuple):
@@ -38,7 +40,219 @@ def pack(expert_ids_TK: Tensor, slot_of_E: Tensor, num_slots: int) -> Packed:
     expert_ids_TK int32 [T, K]; slot_of_E int32 [E], the slot of each expert on this rank or -1. Ids outside [0, E) and
     slots outside [0, num_slots) count as -1. Shapes depend on T, K and S alone; the host learns nothing.
     """
-    return pack_reference(expert_ids_TK, slot_of_E, num_slots)
+    return (pack_triton if uses_triton(expert_ids_TK) else pack_reference)(expert_ids_TK, slot_of_E, num_slots)
+
+
+_ONE_LAUNCH_ROWS = 4096
+"""Up to here every pair of rows is compared, in one launch; above, counts are taken first. Not yet tuned on a GPU."""
+
+_BLOCK = 128
+"""Rows per program; those of one block are ranked by comparing each with each."""
+
+
+@triton.jit
+def _load_slots(ids_ptr, slot_of_ptr, row, num_rows, num_experts, num_slots):
+    """The slot of each row; num_slots where its expert is not here, num_slots + 1 past the last row."""
+    in_range = row < num_rows
+    expert = tl.load(ids_ptr + row, mask=in_range, other=-1)
+    known = (expert >= 0) & (expert < num_experts)
+    slot = tl.load(slot_of_ptr + expert, mask=known, other=-1)
+    slot = tl.where((slot >= 0) & (slot < num_slots), slot, num_slots)
+    return tl.where(in_range, slot, num_slots + 1)
+
+
+# Few rows, one launch. Every program answers BLOCK questions "how many rows come before (slot, index)?": for row i its
+# own (slot_i, i), which is its packed row; for offset s (s, 0), which is the number of rows in slots below s.
+#   ids_ptr int32 [R]; slot_of_ptr int32 [E]; row_token_ptr int32 [R]; packed_row_ptr int32 [R]; offsets_ptr int32 [S+1]
+#   grid (cdiv(R, BLOCK) + cdiv(S+1, BLOCK),): first the rows, then the offsets
+
+
+@triton.jit
+def _pack_pairs_kernel(
+    ids_ptr,
+    slot_of_ptr,
+    row_token_ptr,
+    packed_row_ptr,
+    offsets_ptr,
+    num_rows,
+    num_experts,
+    num_slots,
+    TOP_K: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row_programs = tl.cdiv(num_rows, BLOCK)
+    answers_rows = tl.program_id(0) < row_programs
+    lane = tl.arange(0, BLOCK)
+    row = tl.where(answers_rows, tl.program_id(0) * BLOCK, num_rows) + lane
+    bound = (tl.program_id(0) - row_programs) * BLOCK + lane
+    own_slot = _load_slots(ids_ptr, slot_of_ptr, row, num_rows, num_experts, num_slots)
+    slot = tl.where(answers_rows, own_slot, bound)
+    index = tl.where(answers_rows, row, 0)
+    before = tl.zeros((BLOCK,), tl.int32)
+    for start in range(0, num_rows, BLOCK):
+        other = start + tl.arange(0, BLOCK)
+        other_slot = _load_slots(ids_ptr, slot_of_ptr, other, num_rows, num_experts, num_slots)
+        comes_before = (other_slot[None, :] < slot[:, None]) | (
+            (other_slot[None, :] == slot[:, None]) & (other[None, :] < index[:, None])
+        )
+        before += tl.sum(comes_before.to(tl.int32), axis=1)
+    is_row = answers_rows & (row < num_rows)
+    here = is_row & (own_slot < num_slots)
+    tl.store(packed_row_ptr + row, tl.where(here, before, -1), mask=is_row)
+    tl.store(row_token_ptr + before, row // TOP_K, mask=here)
+    # The bounds lie below num_slots + 1, where rows past the end were put: those are never counted.
+    tl.store(offsets_ptr + bound, before, mask=(~answers_rows) & (bound <= num_slots))
+
+
+# Many rows, three launches: count the slots of each block of rows, sum up the blocks of each slot, then rank and write.
+#   block_counts_ptr int32 [S, NB], NB = cdiv(R, BLOCK): counts, then their exclusive sums over the blocks
+#   slot_counts_ptr int32 [S]
+# Everything is a sum of integers in a fixed place: no atomics on global memory, no order to see.
+
+
+@triton.jit
+def _count_kernel(
+    ids_ptr,
+    slot_of_ptr,
+    block_counts_ptr,
+    num_rows,
+    num_experts,
+    num_slots,
+    num_blocks,
+    BLOCK: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+):
+    block = tl.program_id(0)
+    row = block * BLOCK + tl.arange(0, BLOCK)
+    slot = _load_slots(ids_ptr, slot_of_ptr, row, num_rows, num_experts, num_slots)
+    for first in range(0, num_slots, BLOCK_S):
+        counted = first + tl.arange(0, BLOCK_S)
+        count = tl.sum((slot[:, None] == counted[None, :]).to(tl.int32), axis=0)
+        tl.store(block_counts_ptr + counted.to(tl.int64) * num_blocks + block, count, mask=counted < num_slots)
+
+
+@triton.jit
+def _sum_blocks_kernel(block_counts_ptr, slot_counts_ptr, num_blocks, BLOCK_B: tl.constexpr):
+    slot = tl.program_id(0)
+    counts_ptr = block_counts_ptr + slot.to(tl.int64) * num_blocks
+    total = tl.zeros((), tl.int32)
+    for first in range(0, num_blocks, BLOCK_B):
+        block = first + tl.arange(0, BLOCK_B)
+        count = tl.load(counts_ptr + block, mask=block < num_blocks, other=0)
+        tl.store(counts_ptr + block, total + tl.cumsum(count, axis=0) - count, mask=block < num_blocks)
+        total += tl.sum(count, axis=0)
+    tl.store(slot_counts_ptr + slot, total)
+
+
+@triton.jit
+def _rank_kernel(
+    ids_ptr,
+    slot_of_ptr,
+    block_sums_ptr,
+    slot_counts_ptr,
+    row_token_ptr,
+    packed_row_ptr,
+    offsets_ptr,
+    num_rows,
+    num_experts,
+    num_slots,
+    num_blocks,
+    TOP_K: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+):
+    block = tl.program_id(0)
+    lane = tl.arange(0, BLOCK)
+    row = block * BLOCK + lane
+    slot = _load_slots(ids_ptr, slot_of_ptr, row, num_rows, num_experts, num_slots)
+    here = slot < num_slots
+    packed = tl.load(block_sums_ptr + slot.to(tl.int64) * num_blocks + block, mask=here, other=0)
+    # Rows of lower slots: each program sums them up again from the few slot counts.
+    passed = tl.zeros((), tl.int32)
+    for first in range(0, num_slots, BLOCK_S):
+        counted = first + tl.arange(0, BLOCK_S)
+        count = tl.load(slot_counts_ptr + counted, mask=counted < num_slots, other=0)
+        packed += tl.sum(tl.where(counted[None, :] < slot[:, None], count[None, :], 0), axis=1)
+        if block == 0:
+            tl.store(offsets_ptr + counted, passed + tl.cumsum(count, axis=0) - count, mask=counted < num_slots)
+        passed += tl.sum(count, axis=0)
+    if block == 0:
+        tl.store(offsets_ptr + num_slots, passed)
+    # Earlier rows of the same slot in this block.
+    earlier = (slot[None, :] == slot[:, None]) & (lane[None, :] < lane[:, None])
+    packed += tl.sum(earlier.to(tl.int32), axis=1)
+    tl.store(packed_row_ptr + row, tl.where(here, packed, -1), mask=row < num_rows)
+    tl.store(row_token_ptr + packed, row // TOP_K, mask=here)
+
+
+def pack_triton(expert_ids_TK: Tensor, slot_of_E: Tensor, num_slots: int) -> Packed:
+    """`pack` in one launch for few rows, in three for many."""
+    num_rows = expert_ids_TK.numel()
+    compare_pairs = num_rows <= _ONE_LAUNCH_ROWS
+    return (pack_pairs_triton if compare_pairs else pack_counts_triton)(expert_ids_TK, slot_of_E, num_slots)
+
+
+def _empty_packed(expert_ids_TK: Tensor, num_slots: int) -> Packed:
+    num_rows = expert_ids_TK.numel()
+    device = expert_ids_TK.device
+    row_token_R = torch.empty(num_rows, dtype=torch.int32, device=device)
+    packed_row_TK = torch.empty(expert_ids_TK.shape, dtype=torch.int32, device=device)
+    # Without rows no kernel runs, and the offsets are all zero.
+    new_offsets = torch.empty if num_rows else torch.zeros
+    return Packed(row_token_R, packed_row_TK, new_offsets(num_slots + 1, dtype=torch.int32, device=device))
+
+
+def pack_pairs_triton(expert_ids_TK: Tensor, slot_of_E: Tensor, num_slots: int) -> Packed:
+    """`pack` by comparing every row with every other, in one launch."""
+    _check_operands(expert_ids_TK, slot_of_E, num_slots)
+    packed = _empty_packed(expert_ids_TK, num_slots)
+    num_rows, top_k = expert_ids_TK.numel(), expert_ids_TK.shape[1]
+    if num_rows == 0:
+        return packed
+    grid = (cdiv(num_rows, _BLOCK) + cdiv(num_slots + 1, _BLOCK),)
+    _pack_pairs_kernel[grid](
+        expert_ids_TK.contiguous(),
+        slot_of_E,
+        *packed,
+        num_rows,
+        slot_of_E.shape[0],
+        num_slots,
+        TOP_K=top_k,
+        BLOCK=_BLOCK,
+        num_warps=4,
+    )
+    return packed
+
+
+def pack_counts_triton(expert_ids_TK: Tensor, slot_of_E: Tensor, num_slots: int) -> Packed:
+    """`pack` as a counting sort, in three launches."""
+    _check_operands(expert_ids_TK, slot_of_E, num_slots)
+    packed = _empty_packed(expert_ids_TK, num_slots)
+    num_rows, top_k = expert_ids_TK.numel(), expert_ids_TK.shape[1]
+    if num_rows == 0:
+        return packed
+    ids_TK, num_experts, num_blocks = expert_ids_TK.contiguous(), slot_of_E.shape[0], cdiv(num_rows, _BLOCK)
+    block_s = min(64, next_power_of_2(num_slots))
+    block_counts_SN = torch.empty(num_slots, num_blocks, dtype=torch.int32, device=ids_TK.device)
+    slot_counts_S = torch.empty(num_slots, dtype=torch.int32, device=ids_TK.device)
+    sizes = (num_rows, num_experts, num_slots, num_blocks)
+    _count_kernel[(num_blocks,)](ids_TK, slot_of_E, block_counts_SN, *sizes, BLOCK=_BLOCK, BLOCK_S=block_s, num_warps=4)
+    _sum_blocks_kernel[(num_slots,)](
+        block_counts_SN, slot_counts_S, num_blocks, BLOCK_B=min(1024, next_power_of_2(num_blocks)), num_warps=4
+    )
+    _rank_kernel[(num_blocks,)](
+        ids_TK,
+        slot_of_E,
+        block_counts_SN,
+        slot_counts_S,
+        *packed,
+        *sizes,
+        TOP_K=top_k,
+        BLOCK=_BLOCK,
+        BLOCK_S=block_s,
+        num_warps=4,
+    )
+    return packed
 
 
 def _check_operands(expert_ids_TK: Tensor, slot_of_E: Tensor, num_slots: int) -> None:
