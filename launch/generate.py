@@ -1,0 +1,170 @@
+"""The main job: a file of prompts in, a file of answers out. `python -m launch.generate`, alone or under torchrun.
+
+Exit codes: 0 every line answered; 1 a fault; 2 a wrong command line, config or file; 3 done, but some lines failed;
+130 stopped by the keyboard.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from omegaconf import OmegaConf
+from rich.console import Console
+
+from configs.schema import Config
+from launch.command_line import compose_config, help_text, parse
+from launch.console import ProgressView, print_report, set_up_logging
+from moe.batch.answers import AnswerFile
+from moe.batch.job import Job, JobFiles, bad_lines, job_files
+from moe.batch.lines import Line, read_lines
+from moe.batch.report import JobReport, Progress
+from moe.engine.engine import Engine
+from moe.version import __version__
+
+OK, FAULT, USAGE, SOME_FAILED, INTERRUPTED = 0, 1, 2, 3, 130
+SHOWN_BAD_LINES = 10
+SHOWN_ANSWERS = 3
+
+logger = logging.getLogger(__name__)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit code."""
+    words = sys.argv[1:] if argv is None else list(argv)
+    rank, num_ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    try:
+        line = parse(words)
+        if line.show_help:
+            print(help_text("launch.generate"))
+            return OK
+        config = compose_config(line)
+        if line.show_config:
+            print(OmegaConf.to_yaml(OmegaConf.structured(config)), end="")
+            return OK
+        _check_ranks(num_ranks)
+        return _run(config, words)
+    except ValueError as error:
+        if rank == 0:
+            print(f"error: {error}", file=sys.stderr)
+        return USAGE
+    except KeyboardInterrupt:
+        return INTERRUPTED
+
+
+def _check_ranks(num_ranks: int) -> None:
+    if num_ranks > 1:
+        raise ValueError(
+            f"torchrun started {num_ranks} ranks, but this version runs on one: experts are not spread over ranks yet. "
+            "Use --nproc-per-node 1."
+        )
+
+
+def _run(config: Config, words: Sequence[str]) -> int:
+    """Everything after the command line is understood. ValueError: wrong before the first step."""
+    console = Console(stderr=True)
+    set_up_logging(console)
+    files = job_files(config)
+    if config.job.strict or config.job.dry_run:
+        code = _check_lines(config, files)
+        if code != OK and config.job.strict:
+            return USAGE
+        if config.job.dry_run:
+            return code
+    _check_report(config)
+    with AnswerFile.open(files.output, overwrite=files.overwrite) as answers:
+        engine = Engine(config)
+        try:
+            return _answer(config, files, engine, answers, console, words)
+        finally:
+            engine.close()
+
+
+def _answer(
+    config: Config, files: JobFiles, engine: Engine, answers: AnswerFile, console: Console, words: Sequence[str]
+) -> int:
+    """Run the job on a loaded engine and say how it went."""
+    if engine.tokenizer is not None and engine.tokenizer.generation_defaults:
+        defaults = ", ".join(f"{name}={value}" for name, value in engine.tokenizer.generation_defaults.items())
+        logger.info(
+            "chats take %s from the checkpoint's generation_config where neither line nor key says more", defaults
+        )
+    logger.info("answering %s into %s", files.input, files.output)
+    job = Job(config, engine, engine.tokenizer, config.model)
+    try:
+        with ProgressView(console) as view:
+
+            def show(progress: Progress) -> None:
+                view.update(progress, running=len(engine.scheduler.running), waiting=len(engine.scheduler.waiting))
+
+            job.run(files.input, answers, show)
+    except KeyboardInterrupt:
+        print(f"stopped; {job.lines_written} records are whole in {files.output}", file=sys.stderr)
+        return INTERRUPTED
+    except Exception as error:
+        if not (isinstance(error, OSError) and error.filename == str(files.output)):
+            logger.exception("the job met a fault")
+        print(f"error: {error}\n{job.lines_written} records are whole in {files.output}", file=sys.stderr)
+        return FAULT
+    report = JobReport.of(
+        engine.count_experts(),
+        model=config.model,
+        device=_device_name(engine.parts.device),
+        answered=job.lines_read - job.lines_failed,
+        failed=job.lines_failed,
+        seconds=job.seconds,
+    )
+    if config.input is None:
+        _show_answers(files.output)
+    print_report(Console(), report)
+    print(f"answers: {files.output}")
+    if config.job.report is not None:
+        command = shlex.join(["python", "-m", "launch.generate", *words])
+        record = {"version": __version__, "command": command, "output": str(files.output), **report.as_dict()}
+        Path(config.job.report).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    return SOME_FAILED if job.lines_failed else OK
+
+
+def _check_lines(config: Config, files: JobFiles) -> int:
+    """Read every line and print what is wrong with it; no model is loaded."""
+    num_lines = num_bad = 0
+    for number, reason in bad_lines(files.input, config.job.limit, config.sampling):
+        num_lines += 1
+        if reason is not None:
+            num_bad += 1
+            if num_bad <= SHOWN_BAD_LINES:
+                print(f"{files.input}:{number}: {reason}", file=sys.stderr)
+    if num_bad > SHOWN_BAD_LINES:
+        print(f"... and {num_bad - SHOWN_BAD_LINES} more", file=sys.stderr)
+    print(f"{num_lines} lines read, {num_bad} of them cannot be run")
+    return SOME_FAILED if num_bad else OK
+
+
+def _check_report(config: Config) -> None:
+    if config.job.report is None:
+        return
+    path = Path(config.job.report)
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        raise ValueError(f"job.report={path} cannot be written: it must be a file in a folder that exists.")
+
+
+def _show_answers(path: Path) -> None:
+    """The demo's first answers, so that there is something to read."""
+    with path.open("rb") as file:
+        for line in read_lines(file, SHOWN_ANSWERS):
+            if isinstance(line, Line) and "text" in line.record:
+                print(f"{line.record['id']}: {line.record['text']}")
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,65 @@
+"""Each check names key, value and way out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from configs.checks import check
+from configs.schema import Config
+
+
+def changed(**values: Any) -> Config:
+    """A default config with dotted keys (written with __) set."""
+    config = Config()
+    for name, value in values.items():
+        group, _, key = name.rpartition("__")
+        setattr(getattr(config, group) if group else config, key, value)
+    return config
+
+
+def test_defaults_pass() -> None:
+    check(Config())
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"dtype": "fp16"}, "dtype='fp16' is unknown; give auto or bfloat16 or float16 or float32."),
+        ({"load_format": "pickle"}, "load_format='pickle' is unknown"),
+        ({"model": ""}, "model='' is empty"),
+        ({"output": ""}, "output='' is empty"),
+        ({"engine__device": "tpu"}, "engine.device='tpu' is unknown"),
+        ({"engine__cuda_graphs": True}, "engine.cuda_graphs=true: this version has no CUDA graphs yet"),
+        ({"engine__max_model_len": 0}, "engine.max_model_len=0 is out of range; give a value from 1 up."),
+        ({"engine__max_num_seqs": 0}, "engine.max_num_seqs=0 is out of range"),
+        ({"engine__step_timeout_s": 0.0}, "engine.step_timeout_s=0.0 is out of range; give a value above 0 up."),
+        ({"engine__prefill_chunk": 9000}, "engine.prefill_chunk=9000 exceeds engine.max_batched_tokens=8192"),
+        ({"sampling__temperature": -1.0}, "sampling.temperature=-1.0 is out of range"),
+        ({"sampling__temperature": float("nan")}, "sampling.temperature=nan is out of range"),
+        ({"sampling__top_p": 0.0}, "sampling.top_p=0.0 is out of range; give a value above 0 to 1."),
+        ({"sampling__top_k": -2}, "sampling.top_k=-2 is out of range"),
+        ({"sampling__stop": ["a", ""]}, "has an empty string"),
+        ({"sampling__stop_token_ids": [3, -1]}, "sampling.stop_token_ids=-1 is out of range"),
+        (
+            {"sampling__min_tokens": 9, "sampling__max_tokens": 5},
+            "sampling.min_tokens=9 exceeds sampling.max_tokens=5; lower the first or raise the second.",
+        ),
+        (
+            {"sampling__min_tokens": 64, "engine__max_model_len": 64},
+            "sampling.min_tokens=64 does not fit engine.max_model_len=64",
+        ),
+        ({"cache__block_size": 24}, "cache.block_size=24 is no power of two"),
+        ({"cache__memory_fraction": 1.5}, "cache.memory_fraction=1.5 is out of range; give a value above 0 to 1."),
+        ({"cache__dtype": "fp8"}, "cache.dtype='fp8' is unknown"),
+        ({"parallel__dispatcher": "deepep"}, "parallel.dispatcher='deepep' is unknown; give auto or local."),
+        ({"parallel__combine": "fast"}, "parallel.combine='fast' is unknown; give exact."),
+        ({"job__window": 0}, "job.window=0 is out of range"),
+        ({"job__limit": 0}, "job.limit=0 is out of range"),
+    ],
+)
+def test_refusals(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        check(changed(**values))
+    assert message in str(caught.value)
