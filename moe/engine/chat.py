@@ -36,7 +36,7 @@ def render(
     template_kwargs: Mapping[str, Any],
     control_tokens: Sequence[str],
 ) -> Rendered:
-    """Fill the template (None: the checkpoint's). `control_tokens` in what the caller gave are marked; () marks none."""
+    """Fill the template (None: the checkpoint's). `control_tokens` in what the caller gave are marked."""
     given = {"messages": check_messages(messages), "tools": _plain_tools(tools), "kwargs": dict(template_kwargs)}
     given, plain = _mark(given, control_tokens)
     for name in ("tokenize", "conversation", "chat_template", "return_tensors", "return_dict", "padding", "truncation"):

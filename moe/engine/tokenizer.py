@@ -74,7 +74,8 @@ class Tokenizer:
 
     @property
     def bos_id(self) -> int | None:
-        return self.hf.bos_token_id
+        bos = self.hf.bos_token_id
+        return bos if isinstance(bos, int) else None
 
     @property
     def has_chat_template(self) -> bool:
@@ -181,8 +182,8 @@ class _PlainEncoder:
         forged = [i for i in ids if i not in self._id_of and i in self._control_ids]
         if forged:
             raise ValueError(
-                f"a message holds the text of control token id {forged[0]}, which this tokenizer cannot encode as plain "
-                "text; remove it from the message, or set allow_special_in_content."
+                f"a message holds the text of control token id {forged[0]}, which this tokenizer cannot encode as "
+                "plain text; remove it from the message, or set allow_special_in_content."
             )
         return [self._id_of.get(i, i) for i in ids]
 
@@ -210,7 +211,8 @@ def _eos_ids(config: dict, generation: dict, hf: PreTrainedTokenizerBase) -> tup
     """The union of all sources: each file may list one id, several or none, and they disagree in real checkpoints."""
     found: set[int] = set()
     for value in (config.get("eos_token_id"), generation.get("eos_token_id"), hf.eos_token_id):
-        found.update(value if isinstance(value, list) else [] if value is None else [value])
+        ids = value if isinstance(value, list) else [value]
+        found.update(token_id for token_id in ids if isinstance(token_id, int))
     return tuple(sorted(found))
 
 
