@@ -9,13 +9,25 @@ query_offsets[b] + i, key j at kv_starts[b] + j; a query sees keys at its own po
 
 from __future__ import annotations
 
+from math import e, log2
 from typing import Literal, overload
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
-from kernels.checks import assert_dtype, assert_last_contiguous, assert_same_device, assert_shape
+from kernels.checks import (
+    assert_dtype,
+    assert_last_contiguous,
+    assert_same_device,
+    assert_shape,
+    cdiv,
+    next_power_of_2,
+    uses_triton,
+)
 from kernels.kv_tiles import OnlineSoftmax, gather_kv_tile, tile_product
+from kernels.tiles import TileConfig
 
 _REFERENCE_QUERIES = 32  # the reference's query block, at multiples of this position
 _REFERENCE_TILE = 64  # keys visited at once by the reference, at multiples of this position
@@ -77,12 +89,12 @@ def attention_prefill(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """out_THV in q's dtype, or with return_lse (out_THV fp32, lse_TH fp32). `attention_prefill_reference` defines it.
 
-    Rows query_starts[b] : query_starts[b + 1] of q are the chunk of sequence b; kv_lens[b] keys are reachable through its
-    row of the table (entries past them are never used). Index tensors int32; kv_starts None: keys start at position 0;
+    Rows query_starts[b] : query_starts[b + 1] of q are the chunk of sequence b; kv_lens[b] keys are reachable through
+    its row of the table (entries past them are never used). Index tensors int32; kv_starts None: keys start at position 0;
     window 0: no window. A query that sees no key gives out 0, lse -inf. max_query_len and max_kv_len bound the work and
     do not change a bit of the result.
     """
-    out_THV, lse_TH = attention_prefill_reference(
+    out_THV, lse_TH = (attention_prefill_triton if uses_triton(q_THC) else attention_prefill_reference)(
         q_THC,
         k_cache_NPGC,
         v_cache_NPGV,
@@ -92,9 +104,12 @@ def attention_prefill(
         kv_lens_B,
         scale=scale,
         window=window,
+        max_query_len=max_query_len,
+        max_kv_len=max_kv_len,
         kv_starts_B=kv_starts_B,
+        out_dtype=torch.float32 if return_lse else q_THC.dtype,
     )
-    return (out_THV, lse_TH) if return_lse else out_THV.to(q_THC.dtype)
+    return (out_THV, lse_TH) if return_lse else out_THV
 
 
 def merge_attention(out_a_THV: Tensor, lse_a_TH: Tensor, out_b_THV: Tensor, lse_b_TH: Tensor) -> tuple[Tensor, Tensor]:
@@ -103,7 +118,8 @@ def merge_attention(out_a_THV: Tensor, lse_a_TH: Tensor, out_b_THV: Tensor, lse_
     A part with lse -inf is empty: its weight is exactly 0, what its `out` holds is not looked at, and the other part is
     returned bit for bit. Both empty: out 0, lse -inf. The four operands may have different strides.
     """
-    return merge_attention_reference(out_a_THV, lse_a_TH, out_b_THV, lse_b_TH)
+    merge = merge_attention_triton if uses_triton(out_a_THV) else merge_attention_reference
+    return merge(out_a_THV, lse_a_TH, out_b_THV, lse_b_TH)
 
 
 def _check_operands(
@@ -150,6 +166,256 @@ def _check_merge(out_a_THV: Tensor, lse_a_TH: Tensor, out_b_THV: Tensor, lse_b_T
     assert_same_device(**{"first": out_a_THV, **operands})
 
 
+# out[i] = sum_j 2^(s[i, j] - max) v[j] / sum_j 2^(s[i, j] - max), s = scale * log2(e) * q . k, tiles of keys in order
+#   q_ptr [T, H, C], k_ptr [N, P, G, C], v_ptr [N, P, G, V], one dtype, any strides but the last; int32: tables_ptr
+#   [B, M], query_starts_ptr [B + 1], query_offsets_ptr, kv_lens_ptr, kv_starts_ptr (or None) [B]; out_ptr [T, H, V] and
+#   lse_ptr fp32 [T, H] contiguous
+#   grid (cdiv(max_query_len, BLOCK_M), H, B): a program owns BLOCK_M queries of one head, the last ones first (they see
+#   the most keys). fp32 accumulation; the head width is summed in two parts, so that 192 costs 128 + 64 and not 256.
+#   Tiles of keys stand at multiples of BLOCK_N, wherever the chunk begins; a tile that a row does not see leaves it
+#   exactly as it was. Rows past the chunk are zero queries, not written; keys that no row sees are not read.
+
+
+@triton.jit
+def _prefill_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    tables_ptr,
+    query_starts_ptr,
+    query_offsets_ptr,
+    kv_lens_ptr,
+    kv_starts_ptr,
+    out_ptr,
+    lse_ptr,
+    scale_log2,
+    page_size,
+    num_heads,
+    stride_qt,
+    stride_qh,
+    stride_kn,
+    stride_kp,
+    stride_kg,
+    stride_vn,
+    stride_vp,
+    stride_vg,
+    stride_tb,
+    GROUP: tl.constexpr,
+    WIDTH: tl.constexpr,
+    VALUE_WIDTH: tl.constexpr,
+    WINDOW: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_REST: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    tile, head = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1).to(tl.int64)
+    sequence = tl.program_id(2).to(tl.int64)
+    first_row = tl.load(query_starts_ptr + sequence).to(tl.int64)
+    query_len = (tl.load(query_starts_ptr + sequence + 1) - first_row).to(tl.int32)
+    if tile * BLOCK_M >= query_len:
+        return
+    offset = tl.load(query_offsets_ptr + sequence)
+    kv_start = 0
+    if kv_starts_ptr is not None:
+        kv_start = tl.load(kv_starts_ptr + sequence)
+    in_chunk = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    query, row, real = offset + in_chunk, first_row + in_chunk, in_chunk < query_len
+    c, rest, cv = tl.arange(0, BLOCK_C), BLOCK_C + tl.arange(0, BLOCK_REST), tl.arange(0, BLOCK_V)
+    q_ptrs = q_ptr + row[:, None] * stride_qt + head * stride_qh
+    q = tl.load(q_ptrs + c[None, :], mask=real[:, None] & (c < WIDTH)[None, :], other=0.0)
+    if WIDTH > BLOCK_C:
+        q_rest = tl.load(q_ptrs + rest[None, :], mask=real[:, None] & (rest < WIDTH)[None, :], other=0.0)
+    first_query, end_query = offset + tile * BLOCK_M, offset + tl.minimum(query_len, (tile + 1) * BLOCK_M)
+    first, end = kv_start, tl.minimum(kv_start + tl.load(kv_lens_ptr + sequence), end_query)
+    if WINDOW > 0:
+        first = tl.maximum(first, first_query - WINDOW + 1)
+    table_ptr = tables_ptr + sequence * stride_tb
+    k_ptr += (head // GROUP) * stride_kg
+    v_ptr += (head // GROUP) * stride_vg
+    maximum = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    total = tl.zeros((BLOCK_M,), tl.float32)
+    acc = tl.zeros((BLOCK_M, BLOCK_V), tl.float32)
+    for start in range(first // BLOCK_N * BLOCK_N, end, BLOCK_N):
+        key = start + tl.arange(0, BLOCK_N)
+        valid, index = (key >= first) & (key < end), key - kv_start
+        block = tl.load(table_ptr + index // page_size, mask=valid, other=0).to(tl.int64)
+        in_page = (index % page_size).to(tl.int64)
+        k_ptrs = k_ptr + (block * stride_kn + in_page * stride_kp)[:, None]
+        k = tl.load(k_ptrs + c[None, :], mask=valid[:, None] & (c < WIDTH)[None, :], other=0.0)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+        if WIDTH > BLOCK_C:
+            k_rest = tl.load(k_ptrs + rest[None, :], mask=valid[:, None] & (rest < WIDTH)[None, :], other=0.0)
+            scores = tl.dot(q_rest, tl.trans(k_rest), scores, input_precision="ieee")
+        seen = valid[None, :] & (key[None, :] <= query[:, None])
+        if WINDOW > 0:
+            seen &= key[None, :] > query[:, None] - WINDOW
+        scores = tl.where(seen, scores * scale_log2, float("-inf"))
+        new_maximum = tl.maximum(maximum, tl.max(scores, axis=1))
+        base = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
+        weights = tl.exp2(scores - base[:, None])
+        decay = tl.exp2(maximum - base)
+        total = total * decay + tl.sum(weights, axis=1)
+        v_ptrs = v_ptr + (block * stride_vn + in_page * stride_vp)[:, None] + cv[None, :]
+        v = tl.load(v_ptrs, mask=valid[:, None] & (cv < VALUE_WIDTH)[None, :], other=0.0)
+        acc = tl.dot(weights.to(v.dtype), v, acc * decay[:, None], input_precision="ieee")
+        maximum = new_maximum
+    out = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    out_ptrs = out_ptr + (row * num_heads + head)[:, None] * VALUE_WIDTH + cv[None, :]
+    tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=real[:, None] & (cv < VALUE_WIDTH)[None, :])
+    # A row without keys: maximum -inf and log2(0) = -inf. 0.6931... = ln 2 turns log2 into ln.
+    tl.store(lse_ptr + row * num_heads + head, (maximum + tl.log2(total)) * 0.6931471805599453, mask=real)
+
+
+def attention_prefill_triton(
+    q_THC: Tensor,
+    k_cache_NPGC: Tensor,
+    v_cache_NPGV: Tensor,
+    block_tables_BM: Tensor,
+    query_starts_B1: Tensor,
+    query_offsets_B: Tensor,
+    kv_lens_B: Tensor,
+    *,
+    scale: float,
+    window: int = 0,
+    max_query_len: int,
+    max_kv_len: int,
+    kv_starts_B: Tensor | None = None,
+    out_dtype: torch.dtype = torch.float32,
+) -> tuple[Tensor, Tensor]:
+    """`attention_prefill` as one launch: (out_THV in `out_dtype`, lse_TH fp32)."""
+    key_starts_B = kv_lens_B if kv_starts_B is None else kv_starts_B
+    indices = (block_tables_BM, query_starts_B1, query_offsets_B, kv_lens_B, key_starts_B)
+    _check_operands(q_THC, k_cache_NPGC, v_cache_NPGV, *indices)
+    num_tokens, num_heads, width = q_THC.shape
+    num_kv_heads, value_width = v_cache_NPGV.shape[2:]
+    out_THV = torch.empty(num_tokens, num_heads, value_width, dtype=out_dtype, device=q_THC.device)
+    lse_TH = torch.empty(num_tokens, num_heads, dtype=torch.float32, device=q_THC.device)
+    if num_tokens == 0:
+        return out_THV, lse_TH
+    tile = _prefill_tile(q_THC.dtype, width, value_width)
+    _prefill_kernel[(cdiv(max_query_len, tile.block_m), num_heads, block_tables_BM.shape[0])](
+        q_THC,
+        k_cache_NPGC,
+        v_cache_NPGV,
+        block_tables_BM,
+        query_starts_B1,
+        query_offsets_B,
+        kv_lens_B,
+        kv_starts_B,
+        out_THV,
+        lse_TH,
+        scale * log2(e),
+        k_cache_NPGC.shape[1],
+        num_heads,
+        *q_THC.stride()[:2],
+        *k_cache_NPGC.stride()[:3],
+        *v_cache_NPGV.stride()[:3],
+        block_tables_BM.stride(0),
+        GROUP=num_heads // num_kv_heads,
+        WIDTH=width,
+        VALUE_WIDTH=value_width,
+        WINDOW=window,
+        BLOCK_M=tile.block_m,
+        BLOCK_N=tile.block_n,
+        BLOCK_C=tile.block_k,
+        BLOCK_REST=max(16, next_power_of_2(width - tile.block_k)),
+        BLOCK_V=max(16, next_power_of_2(value_width)),
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )
+    return out_THV, lse_TH
+
+
+def _prefill_tile(dtype: torch.dtype, width: int, value_width: int) -> TileConfig:
+    """One tile per (dtype, widths), whatever the chunk's length: the row sum's order may follow the tile's shape.
+
+    block_k is the first part of the head width, its largest power of two.
+    """
+    block_c = max(16, 1 << (width.bit_length() - 1))
+    if dtype == torch.float32:
+        return TileConfig(32, 32, block_c, num_warps=4, num_stages=1)
+    if max(width, value_width) <= 128:
+        return TileConfig(128, 64, block_c, num_warps=8, num_stages=2)
+    return TileConfig(64, 32, block_c, num_warps=4, num_stages=2)
+
+
+# out = (2^(a - max) out_a + 2^(b - max) out_b) / (2^(a - max) + 2^(b - max)) with a, b the parts' lse, here in base e
+#   out_a_ptr, out_b_ptr fp32 [T, H, V], lse_a_ptr, lse_b_ptr fp32 [T, H], each with strides of its own;
+#   out_ptr [T, H, V] and lse_ptr [T, H] fp32 contiguous
+#   grid (T, H): a program owns one head of one token. A part of weight 0 is not read. Columns from V on are masked.
+
+
+@triton.jit
+def _merge_kernel(
+    out_a_ptr,
+    lse_a_ptr,
+    out_b_ptr,
+    lse_b_ptr,
+    out_ptr,
+    lse_ptr,
+    num_heads,
+    stride_at,
+    stride_ah,
+    stride_av,
+    stride_lat,
+    stride_lah,
+    stride_bt,
+    stride_bh,
+    stride_bv,
+    stride_lbt,
+    stride_lbh,
+    VALUE_WIDTH: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    lse_a = tl.load(lse_a_ptr + token * stride_lat + head * stride_lah)
+    lse_b = tl.load(lse_b_ptr + token * stride_lbt + head * stride_lbh)
+    maximum = tl.maximum(lse_a, lse_b)
+    base = tl.where(maximum == float("-inf"), 0.0, maximum)
+    weight_a, weight_b = tl.exp(lse_a - base), tl.exp(lse_b - base)
+    total = weight_a + weight_b
+    cv = tl.arange(0, BLOCK_V)
+    in_width = cv < VALUE_WIDTH
+    a_ptrs = out_a_ptr + token * stride_at + head * stride_ah + cv * stride_av
+    b_ptrs = out_b_ptr + token * stride_bt + head * stride_bh + cv * stride_bv
+    a = tl.load(a_ptrs, mask=in_width & (weight_a != 0.0), other=0.0)
+    b = tl.load(b_ptrs, mask=in_width & (weight_b != 0.0), other=0.0)
+    out = (a * weight_a + b * weight_b) / tl.where(total == 0.0, 1.0, total)
+    tl.store(out_ptr + (token * num_heads + head) * VALUE_WIDTH + cv, out, mask=in_width)
+    tl.store(lse_ptr + token * num_heads + head, maximum + tl.log(total))
+
+
+def merge_attention_triton(
+    out_a_THV: Tensor, lse_a_TH: Tensor, out_b_THV: Tensor, lse_b_TH: Tensor
+) -> tuple[Tensor, Tensor]:
+    """`merge_attention` as one launch."""
+    _check_merge(out_a_THV, lse_a_TH, out_b_THV, lse_b_TH)
+    num_tokens, num_heads, value_width = out_a_THV.shape
+    out_THV = torch.empty(out_a_THV.shape, dtype=torch.float32, device=out_a_THV.device)
+    lse_TH = torch.empty(num_tokens, num_heads, dtype=torch.float32, device=out_a_THV.device)
+    if num_tokens == 0:
+        return out_THV, lse_TH
+    _merge_kernel[(num_tokens, num_heads)](
+        out_a_THV,
+        lse_a_TH,
+        out_b_THV,
+        lse_b_TH,
+        out_THV,
+        lse_TH,
+        num_heads,
+        *out_a_THV.stride(),
+        *lse_a_TH.stride(),
+        *out_b_THV.stride(),
+        *lse_b_TH.stride(),
+        VALUE_WIDTH=value_width,
+        BLOCK_V=next_power_of_2(value_width),
+        num_warps=1,
+    )
+    return out_THV, lse_TH
+
+
 def attention_prefill_reference(
     q_THC: Tensor,
     k_cache_NPGC: Tensor,
@@ -161,9 +427,12 @@ def attention_prefill_reference(
     *,
     scale: float,
     window: int = 0,
+    max_query_len: int,
+    max_kv_len: int,
     kv_starts_B: Tensor | None = None,
+    out_dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Tensor]:
-    """(out_THV, lse_TH), fp32: the definition, and the CPU's product path.
+    """(out_THV in `out_dtype`, lse_TH fp32): the definition, and the CPU's product path.
 
     An item is a block of 32 query positions of one sequence, aligned to position 0, rows outside the chunk empty; tiles
     of keys stand at fixed positions too, so that a row's bits do not depend on how the prompt was cut.
@@ -178,9 +447,8 @@ def attention_prefill_reference(
     sequence_I, query_IQ, row_IQ, inside_IQ = _query_blocks(query_starts_B1.long(), query_offsets_B.long())
     num_items = sequence_I.shape[0]
     if num_items == 0:
-        return q_THC.new_zeros(num_tokens, num_heads, value_width, dtype=torch.float32), torch.full(
-            (num_tokens, num_heads), float("-inf"), device=device
-        )
+        lse_TH = torch.full((num_tokens, num_heads), float("-inf"), device=device)
+        return q_THC.new_zeros(num_tokens, num_heads, value_width, dtype=out_dtype), lse_TH
     q_IQHC = q_THC[row_IQ].float().masked_fill(~inside_IQ[..., None, None], 0.0)
     q_IGMQC = q_IQHC.view(num_items, _REFERENCE_QUERIES, num_kv_heads, group, width).permute(0, 2, 3, 1, 4)
     q_IGRC = q_IGMQC.reshape(num_items, num_kv_heads, rows, width)
@@ -208,10 +476,10 @@ def attention_prefill_reference(
         scores_iHQW.masked_fill_(~seen_iQW.unsqueeze(1), float("-inf"))
         state.add((live_i.unsqueeze(1) * num_kv_heads + head_G).flatten(), scores, v_iGWV.flatten(0, 1))
     out_IRV, lse_IR = state.result()
-    out_THV = out_IRV.new_zeros(num_tokens, num_heads, value_width)
+    out_THV = out_IRV.new_zeros(num_tokens, num_heads, value_width, dtype=out_dtype)
     lse_TH = lse_IR.new_full((num_tokens, num_heads), float("-inf"))
     by_query = (num_items, num_heads, _REFERENCE_QUERIES)
-    out_THV[row_IQ[inside_IQ]] = out_IRV.view(*by_query, value_width).transpose(1, 2)[inside_IQ]
+    out_THV[row_IQ[inside_IQ]] = out_IRV.view(*by_query, value_width).transpose(1, 2)[inside_IQ].to(out_dtype)
     lse_TH[row_IQ[inside_IQ]] = lse_IR.view(by_query).transpose(1, 2)[inside_IQ]
     return out_THV, lse_TH
 

@@ -6,9 +6,18 @@ Knows pages, token positions and rows; knows nothing of what the rows mean.
 from __future__ import annotations
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
-from kernels.checks import assert_dtype, assert_last_contiguous, assert_same_device, assert_shape
+from kernels.checks import (
+    assert_dtype,
+    assert_last_contiguous,
+    assert_same_device,
+    assert_shape,
+    next_power_of_2,
+    uses_triton,
+)
 
 
 def gather_paged(
@@ -19,7 +28,8 @@ def gather_paged(
     block_tables_BM, token_starts_B, row_starts_B1 int32; row_starts ascend from 0. R = num_rows >= row_starts[B];
     rows past row_starts[B] are zero. Table entries are read only for the tokens copied.
     """
-    return gather_paged_reference(cache_NPX, block_tables_BM, token_starts_B, row_starts_B1, num_rows=num_rows)
+    gather = gather_paged_triton if uses_triton(cache_NPX) else gather_paged_reference
+    return gather(cache_NPX, block_tables_BM, token_starts_B, row_starts_B1, num_rows=num_rows)
 
 
 def _check_operands(cache_NPX: Tensor, block_tables_BM: Tensor, token_starts_B: Tensor, row_starts_B1: Tensor) -> None:
@@ -37,6 +47,72 @@ def _check_operands(cache_NPX: Tensor, block_tables_BM: Tensor, token_starts_B: 
     assert_same_device(
         cache_NPX, block_tables_BM=block_tables_BM, token_starts_B=token_starts_B, row_starts_B1=row_starts_B1
     )
+
+
+# rows[r] = cache[tables[b, token // P], token % P], token = token_starts[b] + r - row_starts[b], row_starts[b] <= r
+#   cache_ptr [N, P, X], rows_ptr [R, X] of one dtype; int32: tables_ptr [B, M], token_starts_ptr [B],
+#   row_starts_ptr [B + 1]
+#   grid (R,): a program owns one row; it finds b by counting the sequences that end at or before r. Rows past the last
+#   sequence are written as zeros; columns from X on are masked: the block is a power of two.
+
+
+@triton.jit
+def _gather_kernel(
+    cache_ptr,
+    tables_ptr,
+    token_starts_ptr,
+    row_starts_ptr,
+    rows_ptr,
+    num_sequences,
+    page_size,
+    stride_cn,
+    stride_cp,
+    stride_tb,
+    WIDTH: tl.constexpr,
+    BLOCK_X: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+):
+    row = tl.program_id(0)
+    sequence = 0
+    for start in range(0, num_sequences, BLOCK_B):
+        b = start + tl.arange(0, BLOCK_B)
+        ends = tl.load(row_starts_ptr + 1 + b, mask=b < num_sequences, other=2147483647)
+        sequence += tl.sum((ends <= row).to(tl.int32), axis=0)
+    found = sequence < num_sequences
+    first_row = tl.load(row_starts_ptr + sequence, mask=found, other=0)
+    token = tl.load(token_starts_ptr + sequence, mask=found, other=0) + row - first_row
+    table_ptr = tables_ptr + sequence.to(tl.int64) * stride_tb
+    block = tl.load(table_ptr + token // page_size, mask=found, other=0).to(tl.int64)
+    column = tl.arange(0, BLOCK_X)
+    source_ptr = cache_ptr + block * stride_cn + (token % page_size).to(tl.int64) * stride_cp
+    values = tl.load(source_ptr + column, mask=found & (column < WIDTH), other=0.0)
+    tl.store(rows_ptr + row.to(tl.int64) * WIDTH + column, values, mask=column < WIDTH)
+
+
+def gather_paged_triton(
+    cache_NPX: Tensor, block_tables_BM: Tensor, token_starts_B: Tensor, row_starts_B1: Tensor, *, num_rows: int
+) -> Tensor:
+    """`gather_paged` as one launch."""
+    _check_operands(cache_NPX, block_tables_BM, token_starts_B, row_starts_B1)
+    num_sequences, width = block_tables_BM.shape[0], cache_NPX.shape[2]
+    rows_RX = cache_NPX.new_empty(num_rows, width)
+    if num_rows == 0:
+        return rows_RX
+    _gather_kernel[(num_rows,)](
+        cache_NPX,
+        block_tables_BM,
+        token_starts_B,
+        row_starts_B1,
+        rows_RX,
+        num_sequences,
+        cache_NPX.shape[1],
+        *cache_NPX.stride()[:2],
+        block_tables_BM.stride(0),
+        WIDTH=width,
+        BLOCK_X=next_power_of_2(width),
+        BLOCK_B=max(16, min(256, next_power_of_2(num_sequences))),
+    )
+    return rows_RX
 
 
 def gather_paged_reference(

@@ -57,7 +57,7 @@ def tile_product(a_IMK: Tensor, b_IKN: Tensor) -> Tensor:
 
 
 class OnlineSoftmax:
-    """Softmax-weighted sum of values over tiles of keys, visited in order, in fp32: `items` blocks of `rows` queries."""
+    """Softmax-weighted sum of values over tiles of keys, in order, in fp32: `items` blocks of `rows` queries."""
 
     def __init__(self, items: int, rows: int, width: int, device: torch.device) -> None:
         self.max_IM = torch.full((items, rows), float("-inf"), device=device)
