@@ -45,7 +45,7 @@ class Block:
     def __call__(
         self, x_TD: Tensor, residual_TD: Tensor | None, plan: StepPlan, kv_cache: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """(rows, residual): the layer's output is their sum, taken by the next norm. The first layer gets no residual."""
+        """(rows, residual): the layer's output is their sum, which the next norm takes. The first gets no residual."""
         if residual_TD is None:
             y_TD, residual_TD = rmsnorm(x_TD, self.attn_norm_D, self.norm_eps), x_TD
         else:

@@ -75,7 +75,7 @@ class CausalLM:
         self.head = Head(self.parameters["embed.weight" if config.tie_embeddings else "lm_head.weight"])
 
     def targets(self) -> dict[str, Tensor]:
-        """Every tensor to fill, by our name, each once. Expert tensors hold the experts `self.experts`, in that order."""
+        """Every tensor to fill, by our name, each once. Expert tensors hold the experts `self.experts`, in order."""
         return self.parameters.tensors
 
     def finalize(self) -> None:

@@ -63,10 +63,11 @@ class Parameters:
         return self.linears[name]
 
     def choose_products(self) -> dict[str, str]:
-        """Try each distinct shape once on its device; returns shape -> "library" or "unsplit", to be printed at start."""
+        """Try each distinct shape once on its device; returns shape -> "library" or "unsplit", to print at start."""
         chosen: dict[tuple[int, int, bool], bool] = {}
         for product in self.linears.values():
-            shape = (*product.weight_NK.shape, product.bias_N is not None)
+            num_outputs, num_inputs = product.weight_NK.shape
+            shape = (num_outputs, num_inputs, product.bias_N is not None)
             if shape not in chosen:
                 chosen[shape] = product.weight_NK.is_cuda and library_keeps_bits(product.weight_NK, product.bias_N)
             product.use_library = chosen[shape]

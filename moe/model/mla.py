@@ -39,7 +39,7 @@ class MLAWorkspace:
 
 
 class MLAttention:
-    """H heads over one latent of width L and one rotary key of width R per position. A layer's cache is [N, P, L + R]."""
+    """H heads over one latent (width L) and one rotary key (width R) per position. A layer's cache is [N, P, L + R]."""
 
     def __init__(
         self, config: ModelConfig, index: int, parameters: Parameters, cos_sin_PR: Tensor, workspace: MLAWorkspace

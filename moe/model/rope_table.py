@@ -43,7 +43,7 @@ def inverse_frequencies(rope: RopeConfig) -> Tensor:
 
 
 def _yarn_ramp(rope: RopeConfig) -> Tensor:
-    """0 up to the pair that turns beta_fast times in the original context, 1 from the one that turns beta_slow times."""
+    """0 up to the pair that turns beta_fast times in the original context, 1 from the one with beta_slow turns."""
 
     def pair_that_turns(times: float) -> float:
         original = rope.original_max_positions

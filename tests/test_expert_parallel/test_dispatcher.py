@@ -48,7 +48,7 @@ def test_C28_every_layout_gives_the_same_sum(kind: type, num_ranks: int) -> None
 
 
 def test_C28_an_id_outside_the_experts() -> None:
-    """-1 takes no part; any other stranger is an error in the reference and takes no part where the host may not look."""
+    """-1 takes no part; a stranger is an error in the reference, and takes no part where the host may not look."""
     placement = Placement.contiguous(8, 1)
     x_TD = torch.tensor([[1.0, -2.0, 0.5]])
     slots = placement.slot_table(0, "cpu")
