@@ -1,27 +1,43 @@
-"""Products of ragged rows with the weights of their expert slot, optionally with SwiGLU in the first product's epilogue.
+"""Products of ragged rows with the weights of their expert slot, optionally with SwiGLU in the epilogue.
 
-Knows rows, slots and offsets; knows neither tokens nor routing. The rows of slot s are offsets_S1[s] to offsets_S1[s+1], a
-device tensor that the host never reads: the grid is an upper bound, and each program finds its slot by itself.
+Knows rows, slots and offsets; knows neither tokens nor routing. The rows of slot s are offsets_S1[s] to
+offsets_S1[s+1], a device tensor that the host never reads: the grid is an upper bound, and each program finds its slot.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import pairwise
+
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
-from kernels.checks import assert_dtype, assert_last_contiguous, assert_same_device, assert_shape
-from kernels.linear import multiply_blocks
+from kernels.checks import (
+    assert_dtype,
+    assert_last_contiguous,
+    assert_same_device,
+    assert_shape,
+    cdiv,
+    next_power_of_2,
+    uses_triton,
+)
+from kernels.linear import multiply_blocks, tile_of_program
+from kernels.tiles import TileConfig, device_generation, matrix_tile
 
 
 def grouped_gemm(
     x_XD: Tensor, w_SND: Tensor, offsets_S1: Tensor, *, row_index_R: Tensor | None = None, num_rows: int
 ) -> Tensor:
-    """y_RN[r] = w_SND[slot of r] x_XD[row_index_R[r]], or x_XD[r] without an index. `grouped_gemm_reference` defines it.
+    """y_RN[r] = w_SND[slot of r] x_XD[row_index_R[r]], or x_XD[r] without an index.
 
-    offsets_S1 int32 [S+1] ascending, offsets_S1[-1] <= num_rows. Rows from offsets_S1[-1] on are never written. fp32
-    accumulation, one cast to x's dtype; K is not split, so a row's bits do not depend on the other rows.
+    offsets_S1 int32 [S+1] ascending, offsets_S1[-1] <= num_rows. Rows from offsets_S1[-1] on are neither read nor
+    written. fp32 accumulation, one cast to x's dtype; the sum over D is not split, so a row's bits do not depend on the
+    other rows. `grouped_gemm_reference` is the definition.
     """
-    return grouped_gemm_reference(x_XD, w_SND, offsets_S1, row_index_R=row_index_R, num_rows=num_rows)
+    run = grouped_gemm_triton if uses_triton(x_XD) else grouped_gemm_reference
+    return run(x_XD, w_SND, offsets_S1, row_index_R=row_index_R, num_rows=num_rows)
 
 
 def grouped_gemm_swiglu(
@@ -32,7 +48,156 @@ def grouped_gemm_swiglu(
     The activation is computed in fp32 from the fp32 sums, then cast once. Otherwise as `grouped_gemm`;
     `grouped_gemm_swiglu_reference` is the definition.
     """
-    return grouped_gemm_swiglu_reference(x_XD, w_SND, offsets_S1, row_index_R=row_index_R, num_rows=num_rows)
+    run = grouped_gemm_swiglu_triton if uses_triton(x_XD) else grouped_gemm_swiglu_reference
+    return run(x_XD, w_SND, offsets_S1, row_index_R=row_index_R, num_rows=num_rows)
+
+
+# y[r, n] = sum over k, ascending and unsplit, of x[index[r], k] * w[slot, n, k], slot the one whose rows hold r
+# SWIGLU: y[r, n] = silu(that with row n of w) * (that with row N + n), N the width of y
+#   x_ptr [X, D], y_ptr [R, N], rows strided; w_ptr [S, N or 2N, D]; offsets_ptr int32 [S+1]; index_ptr int32 [R] | None
+#   grid ((cdiv(R, BLOCK_M) + S) * cdiv(N, BLOCK_N),): an upper bound, since each slot can have one row tile that is not
+#   full. A program owns one tile of one slot, found by counting row tiles in slot order; surplus programs do nothing.
+#   fp32 accumulation. Rows from the slot's end on are neither read nor written; D and N are filled up with zeros.
+
+
+@triton.jit
+def _grouped_gemm_kernel(
+    x_ptr,
+    w_ptr,
+    offsets_ptr,
+    index_ptr,
+    y_ptr,
+    num_columns,
+    width,
+    num_slots,
+    tiles_m,
+    stride_x,
+    stride_ws,
+    stride_wn,
+    stride_y,
+    SWIGLU: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+):
+    tile_m, tile_n = tile_of_program(tl.program_id(0), tiles_m, tl.cdiv(num_columns, BLOCK_N), GROUP_M)
+    s = tl.arange(0, BLOCK_S)
+    starts = tl.load(offsets_ptr + s, mask=s < num_slots, other=0)
+    ends = tl.load(offsets_ptr + s + 1, mask=s < num_slots, other=0)
+    slot_tiles = tl.cdiv(ends - starts, BLOCK_M)
+    tiles_until = tl.cumsum(slot_tiles, axis=0)
+    slot = tl.sum((tiles_until <= tile_m).to(tl.int32), axis=0)
+    if slot >= num_slots:
+        return
+    own = s == slot
+    first_tile = tl.sum(tl.where(own, tiles_until - slot_tiles, 0), axis=0)
+    start, end = tl.sum(tl.where(own, starts, 0), axis=0), tl.sum(tl.where(own, ends, 0), axis=0)
+
+    row = start + (tile_m - first_tile) * BLOCK_M + tl.arange(0, BLOCK_M)
+    in_m = (row < end)[:, None]
+    x_row = row if index_ptr is None else tl.load(index_ptr + row, mask=row < end, other=0)
+    n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    in_n = (n < num_columns)[None, :]
+    k = tl.arange(0, BLOCK_K)
+    x_ptrs = x_ptr + x_row.to(tl.int64)[:, None] * stride_x + k[None, :]
+    slot_ptr = w_ptr + slot.to(tl.int64) * stride_ws
+    w_ptrs = slot_ptr + n.to(tl.int64)[None, :] * stride_wn + k[:, None]
+    up_ptrs = slot_ptr + (num_columns + n).to(tl.int64)[None, :] * stride_wn + k[:, None]
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    acc_up = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for first in range(0, width, BLOCK_K):
+        in_k = first + k < width
+        x = tl.load(x_ptrs, mask=in_m & in_k[None, :], other=0.0)
+        w = tl.load(w_ptrs, mask=in_n & in_k[:, None], other=0.0)
+        acc = tl.dot(x, w, acc, input_precision="ieee")
+        if SWIGLU:
+            up = tl.load(up_ptrs, mask=in_n & in_k[:, None], other=0.0)
+            acc_up = tl.dot(x, up, acc_up, input_precision="ieee")
+            up_ptrs += BLOCK_K
+        x_ptrs += BLOCK_K
+        w_ptrs += BLOCK_K
+    if SWIGLU:
+        acc = tl.div_rn(acc, 1.0 + tl.exp(-acc)) * acc_up
+    y_ptrs = y_ptr + row.to(tl.int64)[:, None] * stride_y + n[None, :]
+    tl.store(y_ptrs, acc.to(y_ptr.dtype.element_ty), mask=in_m & in_n)
+
+
+def grouped_gemm_triton(
+    x_XD: Tensor,
+    w_SND: Tensor,
+    offsets_S1: Tensor,
+    *,
+    row_index_R: Tensor | None = None,
+    num_rows: int,
+    tile: TileConfig | None = None,
+) -> Tensor:
+    """`grouped_gemm` as one launch; `tile` is chosen by the rule of kernels/tiles.py unless given."""
+    _check_operands(x_XD, w_SND, offsets_S1, row_index_R, num_rows)
+    y_RN = x_XD.new_empty(num_rows, w_SND.shape[1])
+    _launch(x_XD, w_SND, offsets_S1, row_index_R, y_RN, tile, swiglu=False)
+    return y_RN
+
+
+def grouped_gemm_swiglu_triton(
+    x_XD: Tensor,
+    w_SND: Tensor,
+    offsets_S1: Tensor,
+    *,
+    row_index_R: Tensor | None = None,
+    num_rows: int,
+    tile: TileConfig | None = None,
+) -> Tensor:
+    """`grouped_gemm_swiglu` as one launch."""
+    _check_operands(x_XD, w_SND, offsets_S1, row_index_R, num_rows)
+    assert w_SND.shape[1] % 2 == 0, f"w_SND has {w_SND.shape[1]} rows a slot; gate and up must be equally many"
+    h_RF = x_XD.new_empty(num_rows, w_SND.shape[1] // 2)
+    _launch(x_XD, w_SND, offsets_S1, row_index_R, h_RF, tile, swiglu=True)
+    return h_RF
+
+
+def _launch(
+    x_XD: Tensor,
+    w_SND: Tensor,
+    offsets_S1: Tensor,
+    row_index_R: Tensor | None,
+    y_RN: Tensor,
+    tile: TileConfig | None,
+    *,
+    swiglu: bool,
+) -> None:
+    if y_RN.numel() == 0:
+        return
+    (num_rows, num_columns), (num_slots, _, width) = y_RN.shape, w_SND.shape
+    # The host knows the mean alone; an uneven routing costs time, never a wrong result.
+    tile = tile or matrix_tile(
+        cdiv(num_rows, num_slots), x_XD.dtype, device_generation(x_XD), num_products=2 if swiglu else 1
+    )
+    tiles_m = cdiv(num_rows, tile.block_m) + num_slots
+    _grouped_gemm_kernel[(tiles_m * cdiv(num_columns, tile.block_n),)](
+        x_XD,
+        w_SND,
+        offsets_S1,
+        row_index_R,
+        y_RN,
+        num_columns,
+        width,
+        num_slots,
+        tiles_m,
+        x_XD.stride(0),
+        w_SND.stride(0),
+        w_SND.stride(1),
+        y_RN.stride(0),
+        SWIGLU=swiglu,
+        BLOCK_S=next_power_of_2(num_slots),
+        BLOCK_M=tile.block_m,
+        BLOCK_N=tile.block_n,
+        BLOCK_K=tile.block_k,
+        GROUP_M=8,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )
 
 
 def _check_operands(x_XD: Tensor, w_SND: Tensor, offsets_S1: Tensor, row_index_R: Tensor | None, num_rows: int) -> None:
@@ -53,10 +218,9 @@ def _check_operands(x_XD: Tensor, w_SND: Tensor, offsets_S1: Tensor, row_index_R
     assert_same_device(x_XD, w_SND=w_SND, offsets_S1=offsets_S1, row_index_R=row_index_R)
 
 
-def _rows_of_slots(x_XD: Tensor, offsets_S1: Tensor, row_index_R: Tensor | None):
+def _rows_of_slots(x_XD: Tensor, offsets_S1: Tensor, row_index_R: Tensor | None) -> Iterator[tuple[int, slice, Tensor]]:
     """Yields (slot, rows as a slice, x of these rows) for each slot that has rows. Reads the offsets: CPU only."""
-    offsets = offsets_S1.tolist()
-    for slot, (start, end) in enumerate(zip(offsets[:-1], offsets[1:])):
+    for slot, (start, end) in enumerate(pairwise(offsets_S1.tolist())):
         if start < end:
             rows = slice(start, end)
             yield slot, rows, x_XD[rows] if row_index_R is None else x_XD[row_index_R[rows].long()]

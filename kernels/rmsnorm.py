@@ -7,9 +7,11 @@ multiplied by the weight, as transformers does, so that checkpoints see the roun
 from __future__ import annotations
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
-from kernels.checks import assert_last_contiguous, assert_same_device, assert_shape
+from kernels.checks import assert_last_contiguous, assert_same_device, assert_shape, cdiv, next_power_of_2, uses_triton
 
 
 def rmsnorm(x_C: Tensor, weight_C: Tensor, eps: float) -> Tensor:
@@ -17,12 +19,107 @@ def rmsnorm(x_C: Tensor, weight_C: Tensor, eps: float) -> Tensor:
 
     x_C has any leading dimensions and may be a strided view in them. `rmsnorm_reference` is the definition.
     """
-    return rmsnorm_reference(x_C, weight_C, eps)
+    return (rmsnorm_triton if uses_triton(x_C) else rmsnorm_reference)(x_C, weight_C, eps)
 
 
 def rmsnorm_residual(x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """(y, new residual): the new residual is x + residual, rounded to the model dtype; y is its `rmsnorm`."""
-    return rmsnorm_residual_reference(x_TD, residual_TD, weight_D, eps)
+    """(y, new residual): the new residual is x + residual, rounded to the model dtype; y is its `rmsnorm`.
+
+    `rmsnorm_residual_reference` is the definition. Neither operand is changed.
+    """
+    run = rmsnorm_residual_triton if uses_triton(x_TD) else rmsnorm_residual_reference
+    return run(x_TD, residual_TD, weight_D, eps)
+
+
+# y[r, c] = weight[c] * cast(x[r, c] / sqrt(mean over c of x[r]^2 + eps)), x[r] being cast(x[r] + residual[r]) if given
+#   row r = (outer, inner): x_ptr [A, B, C] strided in A and B; residual_ptr [A, C] strided or None, where B is 1;
+#   sum_ptr (the new residual) and y_ptr [A, B, C] contiguous. grid (cdiv(A*B, BLOCK_R),): a program owns BLOCK_R rows.
+#   fp32 statistics. Columns from C on count as zero; BLOCK_R depends on C alone, so the number of rows changes no bits.
+
+
+@triton.jit
+def _rmsnorm_kernel(
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    y_ptr,
+    sum_ptr,
+    num_rows,
+    num_inner,
+    num_columns,
+    stride_outer,
+    stride_inner,
+    stride_residual,
+    eps,
+    BLOCK_R: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)[:, None]
+    c = tl.arange(0, BLOCK_C)[None, :]
+    used = (row < num_rows) & (c < num_columns)
+    outer, inner = row // num_inner, row % num_inner
+    x = tl.load(x_ptr + outer * stride_outer + inner * stride_inner + c, mask=used, other=0.0)
+    if residual_ptr is not None:
+        residual = tl.load(residual_ptr + row * stride_residual + c, mask=used, other=0.0)
+        x = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
+        tl.store(sum_ptr + row * num_columns + c, x, mask=used)
+    wide = x.to(tl.float32)
+    mean = tl.sum(wide * wide, axis=1)[:, None] / num_columns
+    scale = tl.div_rn(1.0, tl.sqrt_rn(mean + eps))
+    normalised = (wide * scale).to(x.dtype).to(tl.float32)
+    weight = tl.load(weight_ptr + c, mask=c < num_columns, other=0.0).to(tl.float32)
+    tl.store(y_ptr + row * num_columns + c, (normalised * weight).to(x.dtype), mask=used)
+
+
+def rmsnorm_triton(x_C: Tensor, weight_C: Tensor, eps: float) -> Tensor:
+    """`rmsnorm` as one launch. With more than two leading dimensions, x is first made contiguous."""
+    _check_operands(x_C, weight_C)
+    y_C = torch.empty(x_C.shape, dtype=x_C.dtype, device=x_C.device)
+    if x_C.dim() == 3:
+        x_ABC = x_C
+    elif x_C.dim() == 2:
+        x_ABC = x_C.unsqueeze(1)
+    else:
+        x_ABC = x_C.contiguous().view(-1, 1, x_C.shape[-1])
+    _launch(x_ABC, None, weight_C, y_C, y_C, eps)
+    return y_C
+
+
+def rmsnorm_residual_triton(x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """`rmsnorm_residual` as one launch."""
+    _check_operands(x_TD, weight_D)
+    _check_residual(x_TD, residual_TD)
+    y_TD, sum_TD = (torch.empty(x_TD.shape, dtype=x_TD.dtype, device=x_TD.device) for _ in range(2))
+    _launch(x_TD.unsqueeze(1), residual_TD, weight_D, y_TD, sum_TD, eps)
+    return y_TD, sum_TD
+
+
+def _launch(
+    x_ABC: Tensor, residual_TD: Tensor | None, weight_C: Tensor, y: Tensor, new_residual: Tensor, eps: float
+) -> None:
+    num_outer, num_inner, num_columns = x_ABC.shape
+    num_rows = num_outer * num_inner
+    if x_ABC.numel() == 0:
+        return
+    block_c = next_power_of_2(num_columns)
+    block_r = max(1, min(8, 1024 // block_c))
+    _rmsnorm_kernel[(cdiv(num_rows, block_r),)](
+        x_ABC,
+        residual_TD,
+        weight_C,
+        y,
+        new_residual,
+        num_rows,
+        num_inner,
+        num_columns,
+        x_ABC.stride(0),
+        x_ABC.stride(1),
+        0 if residual_TD is None else residual_TD.stride(0),
+        eps,
+        BLOCK_R=block_r,
+        BLOCK_C=block_c,
+        num_warps=8 if block_c > 2048 else 4,
+    )
 
 
 def _check_operands(x_C: Tensor, weight_C: Tensor) -> None:
@@ -30,6 +127,16 @@ def _check_operands(x_C: Tensor, weight_C: Tensor) -> None:
     assert x_C.dtype == weight_C.dtype, f"x_C is {x_C.dtype}, weight_C {weight_C.dtype}; a norm takes one dtype"
     assert_last_contiguous("x_C", x_C)
     assert_same_device(x_C, weight_C=weight_C)
+
+
+def _check_residual(x_TD: Tensor, residual_TD: Tensor) -> None:
+    assert x_TD.dim() == 2, f"x_TD has shape {tuple(x_TD.shape)}; a residual goes with rows [T, D]"
+    assert_shape("residual_TD", residual_TD, tuple(x_TD.shape))
+    assert x_TD.dtype == residual_TD.dtype, (
+        f"x_TD is {x_TD.dtype}, residual_TD {residual_TD.dtype}; they share one dtype"
+    )
+    assert_last_contiguous("residual_TD", residual_TD)
+    assert_same_device(x_TD, residual_TD=residual_TD)
 
 
 def rmsnorm_reference(x_C: Tensor, weight_C: Tensor, eps: float) -> Tensor:
@@ -44,6 +151,6 @@ def rmsnorm_residual_reference(
     x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
     """The definition of `rmsnorm_residual`."""
-    assert_shape("residual_TD", residual_TD, tuple(x_TD.shape))
+    _check_residual(x_TD, residual_TD)
     new_residual_TD = x_TD + residual_TD
     return rmsnorm_reference(new_residual_TD, weight_D, eps), new_residual_TD

@@ -9,18 +9,89 @@ Knows a table of angles and rows; how the angles follow from a configuration (sc
 from __future__ import annotations
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
-from kernels.checks import assert_dtype, assert_last_contiguous, assert_same_device, assert_shape
+from kernels.checks import (
+    assert_dtype,
+    assert_last_contiguous,
+    assert_same_device,
+    assert_shape,
+    cdiv,
+    next_power_of_2,
+    uses_triton,
+)
 
 
 def rope_(x_THC: Tensor, positions_T: Tensor, cos_sin_PR: Tensor, *, interleaved: bool) -> None:
     """Turns the first R entries of each head by the angles of the token's position, in place, in fp32 with one cast.
 
-    x_THC may be a strided view; positions_T int64, 0 <= position < P; cos_sin_PR fp32 [P, R]: R/2 cosines, then R/2 sines.
-    `rope_reference_` is the definition.
+    x_THC may be a strided view; positions_T int64, 0 <= position < P; cos_sin_PR fp32 [P, R]: R/2 cosines, then R/2
+    sines. `rope_reference_` is the definition.
     """
-    rope_reference_(x_THC, positions_T, cos_sin_PR, interleaved=interleaved)
+    run = rope_triton_ if uses_triton(x_THC) else rope_reference_
+    run(x_THC, positions_T, cos_sin_PR, interleaved=interleaved)
+
+
+# (a, b) = (a cos - b sin, b cos + a sin) for pair i of each head, a and b R/2 apart or side by side
+#   x_ptr [T, H, C], T and H strided; positions_ptr int64 [T]; table_ptr fp32 [P, R]
+#   grid (T, cdiv(H, BLOCK_H)): a program owns BLOCK_H heads of one token, reads both of a pair and then writes both
+#   fp32, one cast. Pairs from R/2 on and heads from H on are not touched.
+
+
+@triton.jit
+def _rope_kernel(
+    x_ptr,
+    positions_ptr,
+    table_ptr,
+    num_heads,
+    half,
+    stride_t,
+    stride_h,
+    INTERLEAVED: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    head = (tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H))[:, None]
+    pair = tl.arange(0, BLOCK_P)[None, :]
+    angle_ptr = table_ptr + tl.load(positions_ptr + token) * (2 * half) + pair
+    cos = tl.load(angle_ptr, mask=pair < half, other=0.0)
+    sin = tl.load(angle_ptr + half, mask=pair < half, other=0.0)
+    first_ptr = x_ptr + token * stride_t + head.to(tl.int64) * stride_h + (2 * pair if INTERLEAVED else pair)
+    second_ptr = first_ptr + (1 if INTERLEAVED else half)
+    used = (head < num_heads) & (pair < half)
+    first, second = tl.load(first_ptr, mask=used, other=0.0), tl.load(second_ptr, mask=used, other=0.0)
+    a, b = first.to(tl.float32), second.to(tl.float32)
+    # A small tile is held by several threads at once: all must have read before one writes.
+    tl.debug_barrier()
+    tl.store(first_ptr, (a * cos - b * sin).to(first.dtype), mask=used)
+    tl.store(second_ptr, (b * cos + a * sin).to(first.dtype), mask=used)
+
+
+def rope_triton_(x_THC: Tensor, positions_T: Tensor, cos_sin_PR: Tensor, *, interleaved: bool) -> None:
+    """`rope_` as one launch."""
+    _check_operands(x_THC, positions_T, cos_sin_PR)
+    num_tokens, num_heads, _ = x_THC.shape
+    half = cos_sin_PR.shape[1] // 2
+    if num_tokens == 0 or num_heads == 0 or half == 0:
+        return
+    block_p = next_power_of_2(half)
+    block_h = min(next_power_of_2(num_heads), max(1, 1024 // block_p))
+    _rope_kernel[(num_tokens, cdiv(num_heads, block_h))](
+        x_THC,
+        positions_T,
+        cos_sin_PR,
+        num_heads,
+        half,
+        x_THC.stride(0),
+        x_THC.stride(1),
+        INTERLEAVED=interleaved,
+        BLOCK_H=block_h,
+        BLOCK_P=block_p,
+        num_warps=4,
+    )
 
 
 def _check_operands(x_THC: Tensor, positions_T: Tensor, cos_sin_PR: Tensor) -> None:
@@ -46,5 +117,7 @@ def rope_reference_(x_THC: Tensor, positions_T: Tensor, cos_sin_PR: Tensor, *, i
     else:
         first_THh, second_THh = x_THC[..., :half], x_THC[..., half : 2 * half]
     a_THh, b_THh = first_THh.float(), second_THh.float()
-    first_THh.copy_(a_THh * cos_T1h - b_THh * sin_T1h)
-    second_THh.copy_(b_THh * cos_T1h + a_THh * sin_T1h)
+    # Both before either is written: in fp32, a and b are x itself.
+    turned_a_THh, turned_b_THh = a_THh * cos_T1h - b_THh * sin_T1h, b_THh * cos_T1h + a_THh * sin_T1h
+    first_THh.copy_(turned_a_THh)
+    second_THh.copy_(turned_b_THh)

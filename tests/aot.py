@@ -38,15 +38,15 @@ def compile_ahead(
     """The cubin of `kernel` for sm_`arch`; raises what the compiler raises.
 
     `args` names every parameter: a type string ("*bf16", "*i32", "i32", "i64", "fp32") where the kernel takes a runtime
-    value, the value where it is `tl.constexpr`, None for an absent pointer. `aligned`: pointers, integers are promised
-    to be multiples of 16, as they are for the usual sizes; False is the code for odd ones.
+    value, the value where it is `tl.constexpr`, None for an absent pointer, 1 for an integer that is 1 (Triton compiles
+    both in). `aligned`: pointers and integers are multiples of 16, as the usual sizes are; False is for odd ones.
     """
     wanted = {parameter.name for parameter in kernel.params}
     assert wanted == set(args), f"parameters missing: {wanted - set(args)}, unknown: {set(args) - wanted}"
     signature, constexprs, attrs = {}, {}, {}
     for index, parameter in enumerate(kernel.params):
         value = args[parameter.name]
-        if parameter.is_constexpr or value is None:
+        if parameter.is_constexpr or value is None or value == 1:
             signature[parameter.name] = "constexpr"
             constexprs[(index,)] = value
             continue

@@ -1,0 +1,229 @@
+"""Ragged products: reference and kernel against fp64 next to torch, unused rows poisoned, bits whatever the tile."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional
+
+from kernels.grouped_gemm import (
+    _grouped_gemm_kernel,
+    grouped_gemm,
+    grouped_gemm_reference,
+    grouped_gemm_swiglu,
+    grouped_gemm_swiglu_reference,
+    grouped_gemm_swiglu_triton,
+    grouped_gemm_triton,
+)
+from kernels.tiles import TileConfig, matrix_tile
+from tests.aot import ARCHS, aot, compile_ahead
+from tests.compare import assert_close_as_torch, assert_same_bits, max_rel
+from tests.shapes import HIDDEN, INTERMEDIATE, NUM_TOKENS, WILD_INDEX
+
+SMALL_TILE = TileConfig(16, 32, 32, 4, 2)
+"""Several row and column tiles out of little work."""
+
+WIDE_TILE = TileConfig(16, 128, 64, 4, 2)
+"""Few steps for the interpreter, which takes its time by the step."""
+
+
+def draw(*shape: int, dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(device=device, dtype=dtype)
+
+
+def int32(values, device: str = "cpu") -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=device)
+
+
+def plain(x_XD, w_SND, counts, index=None, *, swiglu: bool = False) -> torch.Tensor:
+    """The used rows by plain torch in the operands' own dtype, the activation in fp32 (or fp64) as the op promises."""
+    rows, parts, start = x_XD if index is None else x_XD[index.long()], [], 0
+    for slot, count in enumerate(counts):
+        part = rows[start : start + count]
+        if swiglu:
+            wide = torch.promote_types(part.dtype, torch.float32)
+            gate, up = (part.to(wide) @ w_SND[slot].to(wide).T).chunk(2, dim=-1)
+            parts.append((functional.silu(gate) * up).to(part.dtype))
+        else:
+            parts.append(part @ w_SND[slot].T)
+        start += count
+    return torch.cat(parts)
+
+
+def offsets_of(counts, device: str = "cpu") -> torch.Tensor:
+    return int32([0, *torch.tensor(counts).cumsum(0).tolist()], device)
+
+
+def check(run, counts, width, columns, *, dtype, device, swiglu, indexed, spare=5, **options) -> None:
+    """`run` over rows with `spare` unused ones: their index is wild, rows of x that no index names are NaN."""
+    used = sum(counts)
+    w_SND = draw(len(counts), columns, width, dtype=dtype, device=device, seed=1) / width**0.5
+    for slot, count in enumerate(counts):
+        if count == 0:
+            w_SND[slot] = torch.nan
+    if indexed:
+        x_XD = torch.full((used + 3, width), torch.nan, dtype=dtype, device=device)
+        x_XD[2 : used + 2] = draw(used, width, dtype=dtype, device=device)
+        index = torch.randperm(used, generator=torch.Generator().manual_seed(2)).to(device) + 2
+        index_R = torch.cat([index.to(torch.int32), int32([WILD_INDEX] * spare, device)])
+    else:
+        x_XD = torch.full((used + spare, width), torch.nan, dtype=dtype, device=device)
+        x_XD[:used] = draw(used, width, dtype=dtype, device=device)
+        index, index_R = torch.arange(used, device=device), None
+    ours = run(x_XD, w_SND, offsets_of(counts, device), row_index_R=index_R, num_rows=used + spare, **options)
+    assert ours.shape == (used + spare, columns // 2 if swiglu else columns) and ours.dtype == dtype
+    torchs = plain(x_XD, w_SND, counts, index, swiglu=swiglu)
+    exact = plain(x_XD.double(), w_SND.double(), counts, index, swiglu=swiglu)
+    if used:
+        assert_close_as_torch(ours[:used], torchs, exact)
+        assert max_rel(ours[:used, -1], exact[:, -1]) < 2e-2
+
+
+OPS = [
+    pytest.param(grouped_gemm_triton, grouped_gemm_reference, False, id="plain"),
+    pytest.param(grouped_gemm_swiglu_triton, grouped_gemm_swiglu_reference, True, id="swiglu"),
+]
+COUNTS = {
+    "an-expert-without-rows": (3, 0, 18, 1),
+    "all-rows-on-one": (0, 0, 37, 0),
+    "three-experts": (16, 17, 15),
+    "last-slots-empty": (5, 0, 0),
+    "no-rows-at-all": (0, 0, 0),
+    "one-slot": (33,),
+}
+
+
+@pytest.mark.parametrize("indexed", [True, False], ids=["indexed", "in-order"])
+@pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
+@pytest.mark.parametrize(("triton_op", "reference", "swiglu"), OPS)
+def test_ragged_rows(backend, triton_op, reference, swiglu, counts, indexed):
+    options = {"dtype": backend.dtype, "device": backend.device, "swiglu": swiglu, "indexed": indexed}
+    check(triton_op, counts, 40, 72, tile=SMALL_TILE, **options)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
+@pytest.mark.parametrize(("triton_op", "reference", "swiglu"), OPS)
+def test_reference_ragged_rows(triton_op, reference, swiglu, counts, dtype):
+    for indexed in (True, False):
+        check(reference, counts, 40, 72, dtype=dtype, device="cpu", swiglu=swiglu, indexed=indexed)
+
+
+@pytest.mark.parametrize("num_tokens", NUM_TOKENS)
+def test_numbers_of_rows(backend, num_tokens):
+    """With the tile of the rule, all on the middle one of three experts."""
+    check(
+        grouped_gemm_swiglu_triton,
+        (0, num_tokens, 0),
+        32,
+        32,
+        dtype=backend.dtype,
+        device=backend.device,
+        swiglu=True,
+        indexed=True,
+        spare=0,
+    )
+
+
+@pytest.mark.parametrize("num_slots", [3, 60, 257])
+def test_C43_numbers_of_experts(backend, num_slots):
+    """Every third expert has rows; the first and the last among them."""
+    if backend.dtype == torch.float16:
+        pytest.skip("the number of experts does not meet the dtype; fp32 covers it")
+    counts = [1 + s % 2 if s % 3 == (num_slots - 1) % 3 or s == 0 else 0 for s in range(num_slots)]
+    options = {"dtype": backend.dtype, "device": backend.device, "swiglu": False, "indexed": True}
+    check(grouped_gemm_triton, counts, 16, 16, **options)
+
+
+@pytest.mark.parametrize("width", HIDDEN)
+@pytest.mark.parametrize("intermediate", INTERMEDIATE)
+def test_C43_widths_that_no_tile_divides(backend, width, intermediate):
+    """Both products of an expert: D -> 2F and F -> D, the last column looked at by itself."""
+    tile = WIDE_TILE if backend.device == "cpu" else None
+    options = {"dtype": backend.dtype, "device": backend.device, "indexed": True, "tile": tile}
+    check(grouped_gemm_swiglu_triton, (2, 0, 3), width, 2 * intermediate, swiglu=True, **options)
+    check(grouped_gemm_triton, (2, 0, 3), intermediate, width, swiglu=False, **options)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("triton_op", "reference", "swiglu"), OPS)
+def test_reference_bits_do_not_depend_on_the_rows_beside(triton_op, reference, swiglu, dtype):
+    """A row of expert 1, alone and among others, at another place in its block."""
+    x_XD, w_SND = draw(80, 24, dtype=dtype), draw(3, 10, 24, dtype=dtype, seed=1)
+    whole = reference(x_XD, w_SND, int32([0, 7, 77, 80]), num_rows=80)
+    for row in (7, 8, 40, 76):
+        one = reference(x_XD[row : row + 1].clone(), w_SND, int32([0, 0, 1, 1]), num_rows=1)
+        assert_same_bits(one, whole[row : row + 1])
+
+
+TILES = [TileConfig(m, n, k, 4, 2) for m in (16, 32, 64, 128) for n, k in ((32, 32), (64, 64), (128, 32))]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("triton_op", "reference", "swiglu"), OPS)
+def test_bits_do_not_depend_on_tile_or_batch(triton_op, reference, swiglu, dtype):
+    x_XD, w_SND = draw(256, 2880, dtype=dtype, device="cuda"), draw(3, 512, 2880, dtype=dtype, device="cuda", seed=1)
+    offsets_S1 = int32([0, 3, 250, 256], "cuda")
+    whole = triton_op(x_XD, w_SND, offsets_S1, num_rows=256)
+    for tile in TILES:
+        assert_same_bits(triton_op(x_XD, w_SND, offsets_S1, num_rows=256, tile=tile), whole)
+    for row in (3, 100, 249):
+        one = triton_op(x_XD[row : row + 1].clone(), w_SND, int32([0, 0, 1, 1], "cuda"), num_rows=1)
+        assert_same_bits(one, whole[row : row + 1])
+
+
+@pytest.mark.gpu
+def test_C16_rows_beyond_2_31_elements():
+    """131,073 tokens x 8 experts x 2048 columns = 2^31 + 2^14 elements, written and then read back as rows."""
+    num_tokens, top_k, width = 131_073, 8, 2048
+    num_rows = num_tokens * top_k
+    assert num_rows * width > 2**31
+    x_XD = torch.randn(num_tokens, width, dtype=torch.bfloat16, device="cuda") / width**0.5
+    w_SND = torch.randn(2, width, width, dtype=torch.bfloat16, device="cuda")
+    row_index_R = (torch.arange(num_rows, device="cuda") % num_tokens).to(torch.int32)
+    offsets_S1 = int32([0, 1000, num_rows], "cuda")
+    y_RN = grouped_gemm(x_XD, w_SND, offsets_S1, row_index_R=row_index_R, num_rows=num_rows)
+    last = slice(num_rows - 300, num_rows)
+    expected = x_XD[row_index_R[last].long()].float() @ w_SND[1].float().T
+    assert max_rel(y_RN[last], expected) < 1e-2
+    z_RN = grouped_gemm_swiglu(y_RN, w_SND[:, :256].contiguous(), offsets_S1, num_rows=num_rows)
+    gate, up = (y_RN[last].float() @ w_SND[1, :256].float().T).chunk(2, dim=-1)
+    assert max_rel(z_RN[last], functional.silu(gate) * up) < 1e-2
+
+
+@pytest.mark.gpu
+def test_C16_weights_beyond_2_31_elements():
+    """512 experts of 2048 x 4096 = 2^32 elements, all NaN but the last, to which every row goes."""
+    w_SND = torch.full((512, 2048, 4096), torch.nan, dtype=torch.bfloat16, device="cuda")
+    w_SND[511] = draw(2048, 4096, dtype=torch.bfloat16, device="cuda") / 64
+    x_XD = draw(40, 4096, dtype=torch.bfloat16, device="cuda", seed=1)
+    offsets_S1 = int32([0] * 512 + [40], "cuda")
+    expected = x_XD.float() @ w_SND[511].float().T
+    assert max_rel(grouped_gemm(x_XD, w_SND, offsets_S1, num_rows=40), expected) < 1e-2
+    gate, up = expected.chunk(2, dim=-1)
+    assert max_rel(grouped_gemm_swiglu(x_XD, w_SND, offsets_S1, num_rows=40), functional.silu(gate) * up) < 1e-2
+
+
+@aot
+def test_compiles_for_one_slot_and_one_column():
+    """Triton compiles an argument that is 1 into the kernel."""
+    args: dict[str, object] = {"num_columns": 1, "width": "i32", "num_slots": 1, "tiles_m": "i32"}
+    args |= {"stride_x": "i32", "stride_ws": "i32", "stride_wn": "i32", "stride_y": 1}
+    args |= {"x_ptr": "*bf16", "w_ptr": "*bf16", "offsets_ptr": "*i32", "index_ptr": "*i32", "y_ptr": "*bf16"}
+    args |= {"SWIGLU": True, "BLOCK_S": 1, "GROUP_M": 8, "BLOCK_M": 16, "BLOCK_N": 32, "BLOCK_K": 32}
+    assert compile_ahead(_grouped_gemm_kernel, 90, args, aligned=False)
+
+
+@aot
+@pytest.mark.parametrize("swiglu", [False, True], ids=["plain", "swiglu"])
+@pytest.mark.parametrize("rows", [1, 4096])
+@pytest.mark.parametrize("arch", ARCHS)
+def test_compiles(arch, rows, swiglu):
+    tile = matrix_tile(rows, torch.bfloat16, arch // 10, num_products=2 if swiglu else 1)
+    args: dict[str, object] = {"num_columns": "i32", "width": "i32", "num_slots": "i32", "tiles_m": "i32"}
+    args |= {"stride_x": "i32", "stride_ws": "i64", "stride_wn": "i32", "stride_y": "i32"}
+    args |= {"x_ptr": "*bf16", "w_ptr": "*bf16", "offsets_ptr": "*i32", "y_ptr": "*bf16"}
+    args |= {"index_ptr": "*i32" if swiglu else None, "SWIGLU": swiglu, "BLOCK_S": 128, "GROUP_M": 8}
+    args |= {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k}
+    assert compile_ahead(_grouped_gemm_kernel, arch, args, num_warps=tile.num_warps, num_stages=tile.num_stages)
