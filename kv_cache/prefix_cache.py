@@ -56,6 +56,10 @@ class PrefixCache:
         """Blocks that could be bound now: free ones and kept ones."""
         return self.allocator.num_free + self.allocator.num_kept
 
+    def new_table(self) -> BlockTable:
+        """An empty table of this pool's block size."""
+        return BlockTable(self.block_size)
+
     def count(self, keys: Sequence[BlockKey]) -> tuple[int, int]:
         """How many leading keys are found, and how many of those blocks are kept now, so count as available."""
         found = kept = 0

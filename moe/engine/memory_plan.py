@@ -127,7 +127,7 @@ def _no_room(layout: KVLayout, memory: DeviceMemory, by: str) -> str:
     return (
         f"{by} leaves no room for a KV block on {memory.name}: of {_gib(memory.total)}, "
         f"weights take {_gib(memory.weights)}, workspace {_gib(memory.workspace)}, "
-        f"others {_gib(memory.other)}; raise cache.memory_fraction, lower engine.max_batched_tokens or take a larger GPU."
+        f"others {_gib(memory.other)}; raise cache.memory_fraction, lower engine.max_batched_tokens, or add GPU memory."
     )
 
 

@@ -36,7 +36,7 @@ class Chunk:
 
 
 @dataclass
-class StepPlan:
+class Schedule:
     """One step: a row for each of `decodes`, then the rows of `chunks`."""
 
     decodes: list[Sequence] = field(default_factory=list)
@@ -90,31 +90,31 @@ class Scheduler:
     def has_unfinished(self) -> bool:
         return bool(self.waiting or self.running)
 
-    def schedule(self) -> StepPlan:
+    def schedule(self) -> Schedule:
         """The next step; empty only where nothing is unfinished."""
         self._num_steps += 1
         if self.force_preempt_every and self._num_steps % self.force_preempt_every == 0:
             self._preempt_for_test()
-        plan = StepPlan()
+        schedule = Schedule()
         preemptions = self.num_preemptions
         for sequence in list(self.running):
             if sequence.status is Status.RUNNING and not sequence.in_prefill and self._grow(sequence):
-                plan.decodes.append(sequence)
-        budget = self.max_batched_tokens - len(plan.decodes)
+                schedule.decodes.append(sequence)
+        budget = self.max_batched_tokens - len(schedule.decodes)
         logit_rows = PROMPT_LOGIT_ROWS
         for sequence in self.running:
             if sequence.in_prefill and budget > 0:
-                budget, logit_rows = self._plan_chunk(plan, sequence, budget, logit_rows)
+                budget, logit_rows = self._plan_chunk(schedule, sequence, budget, logit_rows)
         if self.num_preemptions == preemptions:  # otherwise who gave way would come straight back
-            self._admit(plan, budget, logit_rows)
-        assert plan.decodes or plan.chunks or not self.has_unfinished, "no progress although work is left"
-        return plan
+            self._admit(schedule, budget, logit_rows)
+        assert schedule.decodes or schedule.chunks or not self.has_unfinished, "no progress although work is left"
+        return schedule
 
-    def advance(self, plan: StepPlan) -> None:
+    def advance(self, schedule: Schedule) -> None:
         """The step has run: its rows are in the cache, and blocks that are full now can be found."""
-        for sequence in plan.decodes:
+        for sequence in schedule.decodes:
             self._computed(sequence, 1)
-        for chunk in plan.chunks:
+        for chunk in schedule.chunks:
             chunk.sequence.prompt_chunks += 1
             self._computed(chunk.sequence, chunk.length)
 
@@ -135,7 +135,7 @@ class Scheduler:
         used = self.cache.allocator.num_used
         assert self.has_unfinished or used == 0, f"{used} blocks are used although no request is left"
 
-    def _admit(self, plan: StepPlan, budget: int, logit_rows: int) -> None:
+    def _admit(self, schedule: Schedule, budget: int, logit_rows: int) -> None:
         held_back: list[Sequence] = []
         while self.waiting and budget > 0 and len(self.running) < self.max_num_seqs:
             sequence = self.waiting.popleft()
@@ -145,9 +145,9 @@ class Scheduler:
                 held_back.append(sequence)
                 break
             elif sequence.in_prefill:
-                budget, logit_rows = self._plan_chunk(plan, sequence, budget, logit_rows)
+                budget, logit_rows = self._plan_chunk(schedule, sequence, budget, logit_rows)
             else:
-                plan.decodes.append(sequence)
+                schedule.decodes.append(sequence)
                 budget -= 1
         self.waiting.extendleft(reversed(held_back))
 
@@ -181,14 +181,14 @@ class Scheduler:
         self.running.append(sequence)
         return True
 
-    def _plan_chunk(self, plan: StepPlan, sequence: Sequence, budget: int, logit_rows: int) -> tuple[int, int]:
+    def _plan_chunk(self, schedule: Schedule, sequence: Sequence, budget: int, logit_rows: int) -> tuple[int, int]:
         """Give a prompt its next chunk; returns what is left of both budgets."""
         length = min(sequence.num_prompt - sequence.num_computed, self.prefill_chunk, budget)
         if sequence.wants_prompt_rows:
             length = min(length, logit_rows)
             logit_rows -= length
         if length > 0:
-            plan.chunks.append(Chunk(sequence, sequence.num_computed, length))
+            schedule.chunks.append(Chunk(sequence, sequence.num_computed, length))
         return budget - length, logit_rows
 
     def _grow(self, sequence: Sequence) -> bool:

@@ -17,6 +17,7 @@ from enum import Enum
 
 from kv_cache.block_table import BlockTable
 from kv_cache.prefix_cache import BlockKey, block_key
+from moe.engine.penalties import TokenCounts
 from moe.engine.request import Request, TokenLogprobs
 
 
@@ -48,6 +49,7 @@ class Sequence:
     cumulative_logprob: float = 0.0
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     keys: list[BlockKey] = field(default_factory=list)
+    counts: TokenCounts | None = None
     seed: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -84,6 +86,17 @@ class Sequence:
         if position < len(self.prompt_ids):
             return self.prompt_ids[position]
         return self.output_ids[position - len(self.prompt_ids)]
+
+    def token_counts(self) -> TokenCounts | None:
+        """How often each token occurs, kept from step to step; None where no penalty asks for it."""
+        params = self.request.params
+        repetition = 1.0 if params.repetition_penalty is None else params.repetition_penalty
+        if repetition == 1.0 and params.presence_penalty == 0.0 and params.frequency_penalty == 0.0:
+            return None
+        if self.counts is None:
+            self.counts = TokenCounts(self.prompt_ids)
+        self.counts.extend(self.output_ids[self.counts.num_output :])
+        return self.counts
 
     def known_keys(self, root: BlockKey, num_blocks: int) -> list[BlockKey]:
         """Keys of the first `num_blocks` blocks, all full of known tokens; computed once each."""

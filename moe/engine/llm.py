@@ -1,0 +1,334 @@
+"""The Python API: `LLM(...)` with `generate`, `chat`, `stream`, `abort`, `get_tokenizer` and `close`.
+
+Knows prompts in every form people hold them in, and whose answer is whose; the engine does the rest. Calls from several
+threads, and streams read in turns, share the steps: whoever waits runs one, and every output goes to its owner's box.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+from rich.progress import Progress
+
+from configs.schema import CacheConfig, Config, EngineConfig, SamplingConfig
+from moe.engine.engine import Engine
+from moe.engine.memory_plan import MemoryPlan
+from moe.engine.parts import Parts
+from moe.engine.request import Request, RequestOutput, SamplingParams
+from moe.engine.stats import EngineStats
+from moe.engine.tokenizer import Tokenizer
+
+# A prompt: text, token ids, or {"prompt": text} / {"prompt_token_ids": ids} as a dict.
+Prompt = str | Sequence[int] | Mapping[str, Any]
+Messages = Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class _Ids:
+    """A prompt ready for the engine."""
+
+    token_ids: list[int]
+    text: str | None
+
+
+class LLM:
+    """A model that answers prompts.
+
+    Example:
+        with LLM(model="demo") as llm:
+            for output in llm.generate(["In the beginning", "And the"], SamplingParams(max_tokens=16)):
+                print(output.outputs[0].text)
+
+    Args:
+        model: a folder, a hub id, or "demo" / "demo-deepseek", the small models that come with this package.
+        revision: of a hub id. tokenizer: a folder or hub id to take the tokenizer from instead of the model's.
+        dtype: "auto" is the checkpoint's own on a GPU and float32 on the CPU.
+        load_format: "auto", "safetensors", or "dummy" (weights drawn from `seed`).
+        max_model_len: prompt and answer together; None is the checkpoint's max_position_embeddings.
+        seed: of dummy weights, and of requests without their own: such a request draws from (seed, its id, sample).
+        device: "auto" is the GPU where there is one.
+        block_size, num_blocks, memory_fraction, cpu_gb, enable_prefix_caching: the KV cache, see configs.schema.
+        max_num_seqs, max_batched_tokens, prefill_chunk: what one step may hold.
+        config: everything at once, instead of all the arguments above.
+
+    The same prompt, seed and model give the same token ids whatever else is asked at the same time.
+    """
+
+    def __init__(
+        self,
+        model: str = "demo",
+        *,
+        revision: str | None = None,
+        tokenizer: str | None = None,
+        dtype: str = "auto",
+        load_format: str = "auto",
+        max_model_len: int | None = None,
+        seed: int = 0,
+        device: str = "auto",
+        block_size: int = CacheConfig.block_size,
+        num_blocks: int | None = None,
+        memory_fraction: float = CacheConfig.memory_fraction,
+        cpu_gb: float = CacheConfig.cpu_gb,
+        enable_prefix_caching: bool = True,
+        max_num_seqs: int = EngineConfig.max_num_seqs,
+        max_batched_tokens: int = EngineConfig.max_batched_tokens,
+        prefill_chunk: int | None = None,
+        force_preempt_every: int = 0,
+        config: Config | None = None,
+        parts: Parts | None = None,
+    ) -> None:
+        self.config = config or Config(
+            model=model,
+            revision=revision,
+            tokenizer=tokenizer,
+            dtype=dtype,
+            load_format=load_format,
+            sampling=SamplingConfig(seed=seed),
+            engine=EngineConfig(
+                device=device,
+                max_model_len=max_model_len,
+                max_num_seqs=max_num_seqs,
+                max_batched_tokens=max_batched_tokens,
+                prefill_chunk=prefill_chunk,
+                force_preempt_every=force_preempt_every,
+                seed=seed,
+            ),
+            cache=CacheConfig(
+                block_size=block_size,
+                num_blocks=num_blocks,
+                prefix_caching=enable_prefix_caching,
+                memory_fraction=memory_fraction,
+                cpu_gb=cpu_gb,
+            ),
+        )
+        self._engine: Engine | None = Engine(self.config, parts=parts)
+        self._lock = threading.RLock()
+        self._boxes: dict[str, deque[RequestOutput]] = {}
+        self._ids = (f"request-{number}" for number in itertools.count())
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool = False,
+    ) -> list[RequestOutput]:
+        """Answer prompts; the results are in the order of the prompts, whatever order they end in.
+
+        A prompt is a text, a list of token ids, or a dict with "prompt" or "prompt_token_ids". `params` is one for all,
+        or a list with one for each. A prompt that cannot be answered (too long, say) gives an output with `.error` set
+        and finish_reason "error"; arguments of a wrong form raise ValueError before anything runs.
+        """
+        listed: list[Any] = [prompts] if _is_one_prompt(prompts) else list(prompts)
+        ready = [self._encode(prompt, index) for index, prompt in enumerate(listed)]
+        return self._answer_all(ready, _params_list(params, len(ready)), progress=progress)
+
+    def chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        progress: bool = False,
+    ) -> list[RequestOutput]:
+        """Answer one conversation, or a list of them, through the checkpoint's chat template.
+
+        Sampling fields left at None come from the checkpoint's generation_config.
+        """
+        listed = list(messages)
+        chats: list[Any] = [listed] if listed and isinstance(listed[0], Mapping) else listed
+        tokenizer = self.get_tokenizer()
+        ready = [
+            _Ids(
+                tokenizer.render_chat(
+                    each,
+                    tools,
+                    add_generation_prompt=add_generation_prompt,
+                    continue_final_message=continue_final_message,
+                    chat_template_kwargs=chat_template_kwargs,
+                ),
+                None,
+            )
+            for each in chats
+        ]
+        merged = [each.merged(tokenizer.generation_defaults) for each in _params_list(params, len(ready))]
+        return self._answer_all(ready, merged, progress=progress)
+
+    def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, request_id: str | None = None
+    ) -> Iterator[RequestOutput]:
+        """Answer one prompt piece by piece: after each new token an output with everything so far (cumulative).
+
+        The last one has `finished=True`. Leaving the loop early aborts the request. With `request_id` another thread,
+        or the loop's own body, can `abort` it; the last output then has finish_reason "abort".
+        """
+        ready = self._encode(prompt, 0)
+        engine = self._open()
+        request_id = request_id if request_id is not None else next(self._ids)
+        return self._stream(engine, self._request(request_id, ready, params or SamplingParams()))
+
+    def abort(self, request_id: str) -> bool:
+        """End a request; its owner gets what it had, with finish_reason "abort". False where no such request runs."""
+        engine = self._open()
+        with self._lock:
+            return engine.abort(request_id)
+
+    def get_tokenizer(self) -> Tokenizer:
+        """The tokenizer in use; `.hf` is transformers' own object. ValueError where the checkpoint has none."""
+        tokenizer = self._open().tokenizer
+        if tokenizer is None:
+            raise ValueError(f"model={self.config.model!r} has no tokenizer; give one as tokenizer=, or use token ids.")
+        return tokenizer
+
+    @property
+    def engine(self) -> Engine:
+        """The engine inside, for those who drive it themselves."""
+        return self._open()
+
+    @property
+    def memory_plan(self) -> MemoryPlan:
+        return self._open().plan
+
+    def stats(self) -> EngineStats:
+        """Counters since the start, the experts' load included."""
+        with self._lock:
+            return self._open().count_experts()
+
+    def close(self) -> None:
+        """Give memory and threads back. Any later call raises RuntimeError; closing twice is fine."""
+        with self._lock:
+            engine, self._engine = self._engine, None
+            self._boxes.clear()
+        if engine is not None:
+            engine.close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _open(self) -> Engine:
+        engine = self._engine
+        if engine is None:
+            raise RuntimeError("this LLM is closed; make a new one.")
+        return engine
+
+    def _encode(self, prompt: Prompt, index: int) -> _Ids:
+        """Token ids of a prompt in any form; ValueError names its place in the list."""
+        self._open()
+        given: object = prompt
+        text: str | None = None
+        if isinstance(prompt, Mapping):
+            known = [key for key in ("prompt", "prompt_token_ids") if prompt.get(key) is not None]
+            if not known or set(prompt) - {"prompt", "prompt_token_ids"}:
+                raise ValueError(f"prompts[{index}] has keys {sorted(prompt)}; give prompt, prompt_token_ids or both.")
+            text = prompt.get("prompt")
+            given = prompt[known[-1]]
+        if isinstance(given, str):
+            return _Ids(self.get_tokenizer().encode_prompt(given), given)
+        if not _is_ids(given):
+            raise ValueError(
+                f"prompts[{index}]={given!r} must be a text, a list of token ids, or a dict with one of them."
+            )
+        return _Ids([int(token_id) for token_id in given], text)  # pyright: ignore[reportGeneralTypeIssues]
+
+    def _request(self, request_id: str, prompt: _Ids, params: SamplingParams) -> Request:
+        seed = self.config.sampling.seed
+        return Request(request_id, prompt.token_ids, params, prompt=prompt.text, job_seed=seed)
+
+    def _answer_all(
+        self, prompts: Sequence[_Ids], params: Sequence[SamplingParams], *, progress: bool
+    ) -> list[RequestOutput]:
+        engine = self._open()
+        requests = [self._request(next(self._ids), *each) for each in zip(prompts, params, strict=True)]
+        outputs: list[RequestOutput] = []
+        with Progress(disable=not progress) as bar, _Owner(self, engine, [each.request_id for each in requests]):
+            task = bar.add_task("prompts", total=len(requests))
+            with self._lock:
+                for request in requests:
+                    engine.add_request(request)
+            for request in requests:
+                outputs.append(self._next_output(engine, request.request_id))
+                bar.update(task, advance=1)
+        return outputs
+
+    def _stream(self, engine: Engine, request: Request) -> Iterator[RequestOutput]:
+        with _Owner(self, engine, [request.request_id]):
+            with self._lock:
+                engine.add_request(request, stream=True)
+            while True:
+                output = self._next_output(engine, request.request_id)
+                yield output
+                if output.finished:
+                    return
+
+    def _next_output(self, engine: Engine, request_id: str) -> RequestOutput:
+        """The next output of one request: from its box, or by running steps until there is one."""
+        while True:
+            with self._lock:
+                if self._open() is not engine:
+                    raise RuntimeError("this LLM is closed; make a new one.")
+                box = self._boxes[request_id]
+                if box:
+                    return box.popleft()
+                assert engine.has_unfinished, f"request {request_id} vanished from the engine"
+                for output in engine.step():
+                    if output.request_id in self._boxes:
+                        self._boxes[output.request_id].append(output)
+
+
+class _Owner:
+    """Boxes for the outputs of some requests; on the way out, whatever the reason, unfinished ones are aborted."""
+
+    def __init__(self, llm: LLM, engine: Engine, request_ids: Sequence[str]) -> None:
+        self._llm, self._engine, self._request_ids = llm, engine, request_ids
+
+    def __enter__(self) -> None:
+        with self._llm._lock:
+            taken = [each for each in self._request_ids if each in self._llm._boxes]
+            if taken:
+                raise ValueError(f"request_id={taken[0]!r} is already being answered; ids must be unique.")
+            self._llm._boxes.update({request_id: deque() for request_id in self._request_ids})
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with self._llm._lock:
+            for request_id in self._request_ids:
+                self._engine.abort(request_id)
+                self._llm._boxes.pop(request_id, None)
+
+
+def _is_ids(value: object) -> bool:
+    """A sequence of whole numbers; the empty one counts (and is rejected by the engine, as a prompt without tokens)."""
+    if isinstance(value, str | bytes | Mapping) or not isinstance(value, Sequence):
+        return False
+    return all(isinstance(each, int) and not isinstance(each, bool) for each in value)
+
+
+def _is_one_prompt(prompts: object) -> bool:
+    """A text, a dict, or a flat list of ids. An empty list is a list of no prompts."""
+    return isinstance(prompts, str | Mapping) or (_is_ids(prompts) and bool(prompts))
+
+
+def _params_list(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+    if params is None:
+        return [SamplingParams()] * count
+    if isinstance(params, SamplingParams):
+        return [params] * count
+    listed = list(params)
+    if len(listed) != count:
+        raise ValueError(f"params has {len(listed)} entries for {count} prompts; give one for all, or one for each.")
+    return listed

@@ -1,0 +1,109 @@
+"""How much memory the weights and the largest steps take on a device, found by running them. Knows no requests.
+
+The steps read and write one block of a throw-away pool: their tables hold block 0 alone, and nothing is written.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from kv_cache.layout import KVLayout
+from kv_cache.pool import KVPool
+from moe.engine.memory_plan import DeviceMemory
+from moe.engine.request import SamplingParams
+from moe.engine.runner import Network
+from moe.engine.sampler import Sampler, SampleRow, SamplingBatch
+from moe.engine.scheduler import PROMPT_LOGIT_ROWS
+from moe.model.step_input import DecodeBatch, PrefillBatch, StepInput
+
+
+def measure_memory(
+    network: Network,
+    sampler: Sampler,
+    layout: KVLayout,
+    device: torch.device,
+    *,
+    max_batched_tokens: int,
+    max_num_seqs: int,
+    max_model_len: int,
+) -> DeviceMemory:
+    """Weights by their sizes; on a GPU also the peak of the largest prefill and the largest decode step."""
+    weights = sum(tensor.nbytes for tensor in network.targets().values())
+    if device.type != "cuda":
+        return DeviceMemory("cpu", None, weights, 0)
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(device)
+    pool = KVPool(layout, 1, device)
+    num_rows = min(max_num_seqs, max_batched_tokens)
+    steps = (
+        prefill_step(max_batched_tokens, num_rows, max_model_len, layout.block_size, device),
+        decode_step(num_rows, max_model_len, layout.block_size, device),
+    )
+    params = SamplingParams(temperature=1.0, top_p=0.9, repetition_penalty=1.1)  # every stage that takes memory
+    with torch.inference_mode():
+        for step in steps:
+            logits_BV = network.forward(step, pool.layers)[:num_rows]
+            rows = [SampleRow(params, 0, 1, [0], [], 0)] * logits_BV.shape[0]
+            sampler.sample(logits_BV, SamplingBatch.build(rows, device))
+            del logits_BV
+    torch.cuda.synchronize(device)
+    workspace = torch.cuda.max_memory_allocated(device) - weights - pool.num_bytes
+    del pool, steps
+    if network.load is not None:
+        network.load.reset()
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    other = max(total - free - torch.cuda.memory_reserved(device), 0)
+    return DeviceMemory(torch.cuda.get_device_name(device), total, weights, max(workspace, 0), other)
+
+
+def prefill_step(
+    num_tokens: int, num_seqs: int, max_model_len: int, block_size: int, device: torch.device
+) -> StepInput:
+    """`num_tokens` prompt tokens in as few sequences as max_model_len allows, with the most logits a step can want."""
+    lengths = [min(max_model_len, num_tokens - start) for start in range(0, num_tokens, max_model_len)]
+    lengths_B = torch.tensor(lengths, dtype=torch.int32)
+    starts_B1 = torch.cat([torch.zeros(1, dtype=torch.int32), lengths_B.cumsum(0, dtype=torch.int32)])
+    num_logits = min(num_tokens, num_seqs + PROMPT_LOGIT_ROWS)
+    prefill = PrefillBatch(
+        block_tables_BM=_tables(len(lengths), max(lengths), block_size, device),
+        query_starts_B1=starts_B1.to(device),
+        query_offsets_B=torch.zeros_like(lengths_B).to(device),
+        kv_lens_B=lengths_B.to(device),
+        max_query_len=max(lengths),
+        max_kv_len=max(lengths),
+        query_lens_host=tuple(lengths),
+        kv_lens_host=tuple(lengths),
+    )
+    return StepInput(
+        token_ids_T=torch.zeros(num_tokens, dtype=torch.int64, device=device),
+        positions_T=torch.cat([torch.arange(length) for length in lengths]).to(device),
+        slot_mapping_T=torch.full((num_tokens,), -1, dtype=torch.int64, device=device),
+        num_decode=0,
+        decode=None,
+        prefill=prefill,
+        logits_rows_B=torch.arange(num_logits, device=device),
+    )
+
+
+def decode_step(num_seqs: int, kv_len: int, block_size: int, device: torch.device) -> StepInput:
+    """`num_seqs` sequences of `kv_len` positions, one new token each."""
+    decode = DecodeBatch(
+        block_tables_BM=_tables(num_seqs, kv_len, block_size, device),
+        kv_lens_B=torch.full((num_seqs,), kv_len, dtype=torch.int32, device=device),
+        max_kv_len=kv_len,
+    )
+    return StepInput(
+        token_ids_T=torch.zeros(num_seqs, dtype=torch.int64, device=device),
+        positions_T=torch.full((num_seqs,), kv_len - 1, dtype=torch.int64, device=device),
+        slot_mapping_T=torch.full((num_seqs,), -1, dtype=torch.int64, device=device),
+        num_decode=num_seqs,
+        decode=decode,
+        prefill=None,
+        logits_rows_B=torch.arange(num_seqs, device=device),
+    )
+
+
+def _tables(num_seqs: int, length: int, block_size: int, device: torch.device) -> torch.Tensor:
+    return torch.zeros((num_seqs, -(-length // block_size)), dtype=torch.int32, device=device)

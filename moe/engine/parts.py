@@ -1,0 +1,139 @@
+"""What an engine is put together from: network, description, tokenizer, device. Loads them from a config.
+
+Knows where a checkpoint's parts lie and which dtype, device and length they get; knows nothing of requests.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from configs.schema import Config
+from kv_cache.layout import KVLayout
+from moe.engine.runner import Network
+from moe.engine.tokenizer import Tokenizer
+from moe.model.config import MLAConfig, ModelConfig
+from moe.model.families.registry import parse_config
+from moe.model.hub import resolve_model
+from moe.model.load_model import load_model
+
+logger = logging.getLogger(__name__)
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
+
+
+@dataclass(frozen=True)
+class Parts:
+    """`tokenizer` None: the checkpoint has none; such an engine takes token ids and gives token ids."""
+
+    network: Network
+    model: ModelConfig
+    tokenizer: Tokenizer | None
+    dtype: torch.dtype
+    device: torch.device
+    max_model_len: int
+    name: str = ""
+
+    @property
+    def eos_ids(self) -> frozenset[int]:
+        """The union of all the sources that name one."""
+        return frozenset(self.model.eos_token_ids) | frozenset(self.tokenizer.eos_ids if self.tokenizer else ())
+
+    def decode_one(self, token_id: int) -> str:
+        """The text of one token by itself, special ones included."""
+        assert self.tokenizer is not None, "texts of tokens were asked of parts without a tokenizer"
+        return self.tokenizer.decode([token_id], skip_special_tokens=False)
+
+
+def load_parts(config: Config) -> Parts:
+    """Everything that `config` names, on its device. ValueError for a wrong key, before any weight is read."""
+    device = resolve_device(config.engine.device)
+    folder = resolve_model(config.model, config.revision)
+    model = read_config(folder)
+    dtype = resolve_dtype(config.dtype, model.dtype, device)
+    max_model_len = resolve_max_model_len(config.engine.max_model_len, model)
+    tokenizer_folder = resolve_model(config.tokenizer, None) if config.tokenizer is not None else folder
+    tokenizer = None
+    if any((tokenizer_folder / file).is_file() for file in TOKENIZER_FILES):
+        tokenizer = Tokenizer(folder, tokenizer_folder=tokenizer_folder, chat_template=config.job.chat_template)
+    else:
+        logger.warning("%s holds no tokenizer: prompts must be token ids, answers have no text", tokenizer_folder)
+    network = load_model(
+        folder,
+        dtype=dtype,
+        device=device,
+        load_format=config.load_format,
+        seed=config.engine.seed,
+        max_model_len=max_model_len,
+        mla_workspace_tokens=config.engine.mla_workspace_tokens,
+    )
+    return Parts(network, model, tokenizer, dtype, device, max_model_len, name=config.model)
+
+
+def read_config(folder: Path) -> ModelConfig:
+    config_file = folder / "config.json"
+    if not config_file.is_file():
+        raise ValueError(f"model: {folder} holds no config.json; give the folder of a checkpoint.")
+    return parse_config(json.loads(config_file.read_text(encoding="utf-8")))
+
+
+def resolve_device(name: str) -> torch.device:
+    """auto: the GPU where there is one."""
+    if name not in ("auto", "cuda", "cpu"):
+        raise ValueError(f"engine.device={name!r} is not known; use auto, cuda or cpu.")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ValueError("engine.device='cuda', but torch sees no NVIDIA GPU; use engine.device=cpu or auto.")
+    if name == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def resolve_dtype(name: str, checkpoint: str, device: torch.device) -> torch.dtype:
+    """auto: the checkpoint's own on a GPU, float32 on the CPU. bfloat16 weights as float16 get a warning."""
+    if name == "auto":
+        return DTYPES[checkpoint] if device.type == "cuda" else torch.float32
+    if name not in DTYPES:
+        raise ValueError(f"dtype={name!r} is not known; use auto, {', '.join(DTYPES)}.")
+    if name == "float16" and checkpoint == "bfloat16":
+        logger.warning(
+            "dtype=float16, but this checkpoint was trained in bfloat16: activations above 65504 overflow, and a "
+            "request that meets one ends with an error; dtype=bfloat16 or float32 has no such limit"
+        )
+    return DTYPES[name]
+
+
+def resolve_max_model_len(requested: int | None, model: ModelConfig) -> int:
+    """The longest sequence, prompt and answer together: the position table is exactly so long."""
+    rope, limit = model.rope, model.max_positions
+    if rope.scaling == "yarn":
+        limit = max(limit, int(rope.factor * rope.original_max_positions))
+    if requested is None:
+        return model.max_positions
+    if requested < 2:
+        raise ValueError(f"engine.max_model_len={requested} leaves no room for a prompt and a token; use 2 or more.")
+    if requested > limit:
+        way_out = "use a checkpoint with rope scaling" if rope.scaling == "default" else "use one with a larger factor"
+        source = "max_position_embeddings" if limit == model.max_positions else "yarn length (factor x original)"
+        raise ValueError(
+            f"engine.max_model_len={requested} exceeds this checkpoint's {source}={limit}; lower it, or {way_out}."
+        )
+    return requested
+
+
+def kv_layout(model: ModelConfig, block_size: int, dtype: torch.dtype, cache_dtype: str) -> KVLayout:
+    """The cache's layout: keys and values per head, or MLA's latent."""
+    if cache_dtype != "auto" and DTYPES.get(cache_dtype) is not dtype:
+        raise ValueError(
+            f"cache.dtype={cache_dtype!r} differs from the model's {str(dtype).removeprefix('torch.')}, the only one "
+            "that the cache can hold; use cache.dtype=auto."
+        )
+    attention = model.attention
+    if isinstance(attention, MLAConfig):
+        widths = (attention.kv_lora_rank, attention.qk_rope_head_dim)
+        return KVLayout.mla(model.num_layers, block_size, *widths, dtype)
+    return KVLayout.gqa(model.num_layers, block_size, attention.num_kv_heads, attention.head_dim, dtype)

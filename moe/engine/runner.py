@@ -1,0 +1,257 @@
+"""From a schedule to tensors, through the network, to token ids on the host.
+
+Knows the pool, the network's interface and the sampler; knows nothing of queues, text or endings. Everything a step
+needs goes to the device in one copy; only ids (and log-probabilities, where asked) come back. What a kernel could only
+read out of bounds is asserted here, on the host, before anything is launched.
+
+Rows: one per decoding sequence, then the chunks. Logits are computed for the rows that need a token, then for prompt
+rows whose log-probabilities are wanted. A row that replays a known token needs neither.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as Rows
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kv_cache.pool import KVPool
+from moe.engine.request import TokenLogprobs
+from moe.engine.sampler import Sampler, SampleRow, SamplingBatch
+from moe.engine.scheduler import Chunk, Schedule
+from moe.engine.sequence import Sequence
+from moe.model.step_input import DecodeBatch, PrefillBatch, StepInput
+from router.load import LoadCounter
+
+# Pieces of the one upload begin at multiples of this, so that kernels see aligned pointers whatever the batch is.
+ALIGNMENT = 16
+# Tables are padded to a multiple of this many entries: fewer distinct strides, fewer compilations.
+TABLE_STEP = 16
+
+
+class Network(Protocol):
+    """What the engine asks of a model. `forward`: fp32 logits [B', V] of the rows `step.logits_rows_B`."""
+
+    load: LoadCounter | None
+
+    def forward(self, step: StepInput, kv_caches: Rows[Tensor]) -> Tensor: ...
+
+    def targets(self) -> dict[str, Tensor]: ...
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """The next token of one sequence; id -1 where its logits held NaN."""
+
+    sequence: Sequence
+    token_id: int
+    logprobs: TokenLogprobs | None
+
+
+class Runner:
+    """Runs schedules on one device. `decode` gives the text of one token, for log-probabilities; None: no texts."""
+
+    def __init__(
+        self,
+        network: Network,
+        sampler: Sampler,
+        pool: KVPool,
+        *,
+        device: torch.device,
+        max_model_len: int,
+        vocab_size: int,
+        eos_ids: frozenset[int] = frozenset(),
+        decode: Callable[[int], str] | None = None,
+    ) -> None:
+        self.network = network
+        self.sampler = sampler
+        self.pool = pool
+        self.device = device
+        self.max_model_len = max_model_len
+        self.vocab_size = vocab_size
+        self.eos_ids = eos_ids
+        self.decode = decode
+
+    @torch.inference_mode()
+    def run(self, schedule: Schedule, enter: Callable[[str], None]) -> list[Sampled]:
+        """One step; `enter` is told each stage that begins. Prompt log-probabilities go to their sequences."""
+        enter("prepare")
+        sampled = [sequence for sequence in schedule.decodes if sequence.needs_token(sequence.num_computed + 1)]
+        sampled += [chunk.sequence for chunk in schedule.chunks if chunk.sequence.needs_token(chunk.end)]
+        step = self.step_input(schedule)
+        enter("forward")
+        logits_BV = self.network.forward(step, self.pool.layers)
+        enter("sample")
+        self._prompt_logprobs(schedule, logits_BV[len(sampled) :])
+        if not sampled:
+            return []
+        rows = [self._sample_row(sequence) for sequence in sampled]
+        result = self.sampler.sample(logits_BV[: len(sampled)], SamplingBatch.build(rows, self.device))
+        ids = result.ids_B.tolist()
+        logprobs = result.logprobs or [None] * len(ids)
+        return [
+            Sampled(sequence, token_id, self._with_texts(each))
+            for sequence, token_id, each in zip(sampled, ids, logprobs, strict=True)
+        ]
+
+    def step_input(self, schedule: Schedule) -> StepInput:
+        """The schedule's tensors, checked against the pool and the position table."""
+        decodes, chunks = schedule.decodes, schedule.chunks
+        token_ids = np.empty(schedule.num_tokens, np.int64)
+        positions = np.empty(schedule.num_tokens, np.int64)
+        decode_tables = self._tables(decodes)
+        prefill_tables = self._tables([chunk.sequence for chunk in chunks])
+        size = self.pool.layout.block_size
+        for row, sequence in enumerate(decodes):
+            token_ids[row] = sequence.token_at(sequence.num_computed)
+            positions[row] = sequence.num_computed
+        tables = [decode_tables[np.arange(len(decodes)), positions[: len(decodes)] // size]]
+        row = len(decodes)
+        for index, chunk in enumerate(chunks):
+            rows = slice(row, row + chunk.length)
+            token_ids[rows] = chunk.sequence.prompt_ids[chunk.start : chunk.end]
+            positions[rows] = np.arange(chunk.start, chunk.end)
+            tables.append(prefill_tables[index, positions[rows] // size])
+            row += chunk.length
+        slots = np.concatenate(tables).astype(np.int64) * size + positions % size
+        lengths = np.array([chunk.length for chunk in chunks], np.int64)
+        decode_lens = positions[: len(decodes)] + 1
+        prefill_lens = np.array([chunk.end for chunk in chunks], np.int64)
+        self._check(token_ids, positions, slots, [*decodes, *(chunk.sequence for chunk in chunks)])
+        host = [
+            token_ids,
+            positions,
+            slots,
+            np.array(_logits_rows(schedule), np.int64),
+            decode_tables,
+            decode_lens.astype(np.int32),
+            prefill_tables,
+            np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32),
+            (prefill_lens - lengths).astype(np.int32),
+            prefill_lens.astype(np.int32),
+        ]
+        return _assemble(upload(host, self.device), len(decodes), decode_lens, lengths, prefill_lens)
+
+    def _tables(self, sequences: Rows[Sequence]) -> np.ndarray:
+        """int32 [B, M], unused entries 0. An empty table is as wide as one step, so it can be indexed."""
+        longest = max((len(sequence.table) for sequence in sequences), default=1)
+        tables = np.zeros((len(sequences), -(-longest // TABLE_STEP) * TABLE_STEP), np.int32)
+        for row, sequence in enumerate(sequences):
+            tables[row, : len(sequence.table)] = np.frombuffer(sequence.table.ids, np.int32)
+        assert not tables.size or 0 <= tables.min() <= tables.max() < self.pool.num_blocks, (
+            "a block id outside the pool"
+        )
+        return tables
+
+    def _check(
+        self, token_ids: np.ndarray, positions: np.ndarray, slots: np.ndarray, sequences: Rows[Sequence]
+    ) -> None:
+        """Host-side bounds, each with the request that breaks it."""
+        assert token_ids.size, "an empty step was scheduled"
+        longest = int(positions.max())
+        assert longest < self.max_model_len, (
+            f"position {longest} was scheduled, the position table ends at {self.max_model_len}; requests: "
+            f"{[sequence.request.request_id for sequence in sequences]}"
+        )
+        limit = self.pool.num_blocks * self.pool.layout.block_size
+        assert slots.min() >= 0 and slots.max() < limit, f"a slot outside the {limit} rows of the pool"
+        assert len(np.unique(slots)) == slots.size, "two rows of one step would write the same slot"
+        assert token_ids.min() >= 0 and token_ids.max() < self.vocab_size, "a token id outside the vocabulary"
+
+    def _prompt_logprobs(self, schedule: Schedule, logits_XV: Tensor) -> None:
+        """Row p of the prompt scores token p + 1; the first token has no score."""
+        row = 0
+        for chunk in schedule.chunks:
+            sequence = chunk.sequence
+            if not sequence.wants_prompt_rows:
+                continue
+            if chunk.start == 0:
+                sequence.prompt_logprobs.append(None)
+            num_rows = _num_prompt_rows(chunk)
+            top = sequence.request.params.prompt_logprobs
+            assert top is not None, "prompt rows without a request for them"
+            targets = sequence.prompt_ids[chunk.start + 1 : chunk.start + 1 + num_rows]
+            records = self.sampler.prompt_logprobs(logits_XV[row : row + num_rows], targets, top)
+            sequence.prompt_logprobs += [self._with_texts(each) for each in records]
+            row += num_rows
+        assert row == logits_XV.shape[0], "logits of prompt rows were computed that nobody wanted"
+
+    def _with_texts(self, logprobs: TokenLogprobs | None) -> TokenLogprobs | None:
+        if logprobs is None or self.decode is None:
+            return logprobs
+        decode = self.decode
+        return {token_id: replace(each, decoded_token=decode(token_id)) for token_id, each in logprobs.items()}
+
+    def _sample_row(self, sequence: Sequence) -> SampleRow:
+        return SampleRow(
+            params=sequence.request.params,
+            seed=sequence.seed,
+            position=sequence.num_tokens,
+            prompt_ids=sequence.prompt_ids,
+            output_ids=sequence.output_ids,
+            num_generated=len(sequence.output_ids),
+            eos_ids=self.eos_ids,
+            counts=sequence.token_counts(),
+        )
+
+
+def upload(arrays: Rows[np.ndarray], device: torch.device) -> list[Tensor]:
+    """The same arrays on the device, through one pinned buffer and one copy (on the CPU: views of it)."""
+    starts, end = [], 0
+    for array in arrays:
+        starts.append(end)
+        end += -(-array.nbytes // ALIGNMENT) * ALIGNMENT
+    host = torch.empty(end, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    host_bytes = host.numpy()
+    for start, array in zip(starts, arrays):
+        host_bytes[start : start + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    there = host.to(device, non_blocking=True)
+    dtypes = {np.dtype(np.int64): torch.int64, np.dtype(np.int32): torch.int32}
+    return [
+        there[start : start + array.nbytes].view(dtypes[array.dtype]).view(array.shape)
+        for start, array in zip(starts, arrays)
+    ]
+
+
+def _assemble(
+    tensors: Rows[Tensor], num_decode: int, decode_lens: np.ndarray, lengths: np.ndarray, prefill_lens: np.ndarray
+) -> StepInput:
+    token_ids, positions, slots, logits_rows, decode_tables, decode_kv, tables, starts, offsets, kv_lens = tensors
+    decode = prefill = None
+    if num_decode:
+        decode = DecodeBatch(decode_tables, decode_kv, max_kv_len=int(decode_lens.max()))
+    if lengths.size:
+        prefill = PrefillBatch(
+            tables,
+            starts,
+            offsets,
+            kv_lens,
+            max_query_len=int(lengths.max()),
+            max_kv_len=int(prefill_lens.max()),
+            query_lens_host=tuple(lengths.tolist()),
+            kv_lens_host=tuple(prefill_lens.tolist()),
+        )
+    return StepInput(token_ids, positions, slots, num_decode, decode, prefill, logits_rows)
+
+
+def _logits_rows(schedule: Schedule) -> list[int]:
+    """Rows that need a token, in the order of the schedule, then rows whose prompt log-probabilities are wanted."""
+    rows = [row for row, sequence in enumerate(schedule.decodes) if sequence.needs_token(sequence.num_computed + 1)]
+    prompt_rows: list[int] = []
+    row = len(schedule.decodes)
+    for chunk in schedule.chunks:
+        if chunk.sequence.needs_token(chunk.end):
+            rows.append(row + chunk.length - 1)
+        if chunk.sequence.wants_prompt_rows:
+            prompt_rows += range(row, row + _num_prompt_rows(chunk))
+        row += chunk.length
+    return rows + prompt_rows
+
+
+def _num_prompt_rows(chunk: Chunk) -> int:
+    """Rows of a chunk that score a prompt token: all, but for the prompt's last."""
+    return min(chunk.end, chunk.sequence.num_prompt - 1) - chunk.start

@@ -1,0 +1,234 @@
+"""Which rows a step gets, who gives way and who comes back, with sequences that need no network."""
+
+from __future__ import annotations
+
+import pytest
+
+from kv_cache.prefix_cache import PrefixCache
+from moe.engine.request import Request, SamplingParams
+from moe.engine.scheduler import PROMPT_LOGIT_ROWS, Schedule, Scheduler
+from moe.engine.sequence import Sequence, Status
+
+SIZE = 4
+
+
+def make(num_blocks: int = 64, *, prefix_caching: bool = False, **limits: int) -> Scheduler:
+    cache = PrefixCache(num_blocks, SIZE, enabled=prefix_caching)
+    return Scheduler(cache, **({"max_num_seqs": 8, "max_batched_tokens": 32} | limits))  # pyright: ignore
+
+
+def add(
+    scheduler: Scheduler,
+    name: str,
+    num_prompt: int,
+    max_tokens: int = 50,
+    leader: Sequence | None = None,
+    **params: int,
+) -> Sequence:
+    prompt = [hash_of(name, position) for position in range(num_prompt)]
+    request = Request(name, prompt, SamplingParams(**params))  # pyright: ignore
+    index = 0 if leader is None else 1
+    sequence = Sequence(request, index, prompt, max_tokens, scheduler.cache.new_table(), leader)
+    scheduler.add(sequence)
+    return sequence
+
+
+def hash_of(name: str, position: int) -> int:
+    return (ord(name[0]) * 7 + position * 13) % 251
+
+
+def run(scheduler: Scheduler) -> Schedule:
+    """One step; every sequence whose newest token was fed gets another."""
+    schedule = scheduler.schedule()
+    needing = [each for each in schedule.decodes if each.needs_token(each.num_computed + 1)]
+    needing += [chunk.sequence for chunk in schedule.chunks if chunk.sequence.needs_token(chunk.end)]
+    scheduler.advance(schedule)
+    for sequence in needing:
+        sequence.output_ids.append(len(sequence.output_ids) + 1)
+        if len(sequence.output_ids) >= sequence.max_tokens:
+            scheduler.finish(sequence)
+    scheduler.cache.check()
+    return schedule
+
+
+def shape(schedule: Schedule) -> tuple[list[str], list[tuple[str, int, int]]]:
+    decodes = [each.request.request_id for each in schedule.decodes]
+    return decodes, [(chunk.sequence.request.request_id, chunk.start, chunk.length) for chunk in schedule.chunks]
+
+
+def test_decodes_come_first_then_chunks_under_the_budget() -> None:
+    scheduler = make(max_batched_tokens=10)
+    add(scheduler, "a", 4)
+    add(scheduler, "b", 13)
+    assert shape(run(scheduler)) == ([], [("a", 0, 4), ("b", 0, 6)])
+    assert shape(run(scheduler)) == (["a"], [("b", 6, 7)])  # mixed: one decode row, the rest of b's prompt
+    assert shape(run(scheduler)) == (["a", "b"], [])
+
+
+def test_prefill_chunk_caps_one_request_and_leaves_room_for_others() -> None:
+    scheduler = make(max_batched_tokens=10, prefill_chunk=4)
+    add(scheduler, "a", 9)
+    add(scheduler, "b", 9)
+    add(scheduler, "c", 9)
+    assert shape(run(scheduler)) == ([], [("a", 0, 4), ("b", 0, 4), ("c", 0, 2)])
+    assert shape(run(scheduler)) == ([], [("a", 4, 4), ("b", 4, 4), ("c", 2, 2)])
+
+
+def test_first_come_first_served_and_never_more_than_max_num_seqs() -> None:
+    scheduler = make(max_num_seqs=2)
+    for name in "abc":
+        add(scheduler, name, 4, max_tokens=2)
+    assert shape(run(scheduler))[1] == [("a", 0, 4), ("b", 0, 4)]
+    assert shape(run(scheduler)) == (["a", "b"], [])
+    assert shape(run(scheduler)) == ([], [("c", 0, 4)])
+
+
+def test_a_token_budget_below_max_num_seqs_limits_the_running_ones() -> None:
+    scheduler = make(max_num_seqs=8, max_batched_tokens=2)
+    for name in "abc":
+        add(scheduler, name, 1, max_tokens=3)
+    for _ in range(9):
+        if scheduler.has_unfinished:
+            assert run(scheduler).num_tokens <= 2
+    assert not scheduler.has_unfinished
+
+
+def test_the_newest_gives_way_returns_first_and_replays() -> None:
+    """6 blocks of 4; a and b hold two each and grow: b goes, comes back before c, replays its tokens one a step."""
+    scheduler = make(6)
+    a, b = add(scheduler, "a", 8, max_tokens=16), add(scheduler, "b", 8, max_tokens=8)
+    run(scheduler)
+    c = add(scheduler, "c", 4, max_tokens=4)
+    while scheduler.num_preemptions == 0:
+        run(scheduler)
+    assert (a.status, b.status) == (Status.RUNNING, Status.WAITING)
+    assert list(scheduler.waiting) == [b, c] and len(b.table) == 0 and b.num_computed == 0
+    emitted = list(b.output_ids)
+    while b.status is Status.WAITING:
+        run(scheduler)
+    replays = 0
+    while b.num_computed < b.num_tokens - 1:
+        assert shape(run(scheduler))[0].count("b") == 1
+        replays += 1
+    assert b.output_ids[: len(emitted)] == emitted and replays >= len(emitted) - 1
+    while scheduler.has_unfinished:
+        run(scheduler)
+    assert [len(each.output_ids) for each in (a, b, c)] == [16, 8, 4]
+    scheduler.check_idle()
+
+
+def test_admission_leaves_every_running_sequence_a_block_to_grow() -> None:
+    scheduler = make(6)
+    add(scheduler, "a", 8, max_tokens=16)
+    add(scheduler, "b", 8, max_tokens=16)
+    add(scheduler, "c", 4, max_tokens=16)
+    run(scheduler)
+    assert [each.request.request_id for each in scheduler.running] == ["a", "b"]  # c's block would be a's to grow into
+    assert scheduler.cache.num_available == 2
+
+
+def test_never_fits_is_exact() -> None:
+    """4 blocks of 4: 17 tokens fit (the last is never written), 18 do not."""
+    scheduler = make(4)
+    assert not scheduler.never_fits(17) and scheduler.never_fits(18)
+    alone = add(scheduler, "a", 4, max_tokens=13)
+    while scheduler.has_unfinished:
+        run(scheduler)
+    assert len(alone.output_ids) == 13 and scheduler.num_preemptions == 0
+    with pytest.raises(AssertionError, match="a request too large was not rejected"):
+        add(scheduler, "b", 4, max_tokens=14)
+
+
+@pytest.mark.parametrize("every", [1, 2, 3])
+@pytest.mark.parametrize("prefix_caching", [True, False])
+def test_forced_preemption_always_ends(every: int, prefix_caching: bool) -> None:
+    scheduler = make(16, prefix_caching=prefix_caching, force_preempt_every=every)
+    sequences = [add(scheduler, name, 6, max_tokens=9) for name in "abc"]
+    for _ in range(500):
+        if scheduler.has_unfinished:
+            run(scheduler)
+    assert [len(each.output_ids) for each in sequences] == [9, 9, 9]
+    assert scheduler.num_preemptions > 0
+    scheduler.check_idle()
+
+
+def test_further_samples_share_the_first_ones_prompt() -> None:
+    scheduler = make(prefix_caching=True, max_batched_tokens=10)
+    first = add(scheduler, "a", 14)
+    second = add(scheduler, "a", 14, leader=first)
+    other = add(scheduler, "b", 2)
+    assert shape(run(scheduler))[1] == [("a", 0, 10)]
+    assert shape(run(scheduler))[1] == [("a", 10, 4), ("b", 0, 2)]  # b does not wait behind the second sample
+    assert other.status is Status.RUNNING
+    assert shape(run(scheduler)) == (["a", "b"], [("a", 12, 2)])
+    assert second.num_cached == 12 and second.table.ids[:3] == first.table.ids[:3]
+
+
+def test_a_leader_that_ended_early_holds_nobody_back() -> None:
+    scheduler = make(prefix_caching=True, max_batched_tokens=4)
+    first = add(scheduler, "a", 14)
+    second = add(scheduler, "a", 14, leader=first)
+    run(scheduler)
+    scheduler.finish(first)
+    assert shape(run(scheduler))[1] == [("a", 4, 4)]  # the one full block of the leader is found
+    assert second.num_cached == 4
+
+
+def test_prompt_logprobs_take_all_rows_a_few_at_a_time() -> None:
+    scheduler = make(256, prefix_caching=True, max_batched_tokens=4096)
+    warm = add(scheduler, "a", 300, max_tokens=1)
+    run(scheduler)
+    assert warm.finished
+    again = add(scheduler, "a", 300, max_tokens=1, prompt_logprobs=0)
+    other = add(scheduler, "a", 300, max_tokens=1)
+    schedule = scheduler.schedule()
+    assert shape(schedule)[1] == [("a", 0, PROMPT_LOGIT_ROWS), ("a", 296, 4)]
+    assert again.num_cached == 0 and other.num_cached == 296
+
+
+@pytest.mark.parametrize("state", ["waiting", "prefill", "decode", "preempted"])
+def test_c52_finish_in_every_state_gives_everything_back(state: str) -> None:
+    scheduler = make(8, prefix_caching=False, max_batched_tokens=6)
+    victim = add(scheduler, "a", 10, max_tokens=12)
+    if state != "waiting":
+        run(scheduler)
+    if state in ("decode", "preempted"):
+        run(scheduler)
+        run(scheduler)
+    if state == "preempted":
+        scheduler._preempt(victim)
+    assert victim.in_prefill == (state != "decode")
+    scheduler.finish(victim)
+    scheduler.finish(victim)  # a second ending does nothing
+    assert scheduler.cache.allocator.num_free == 8 and not scheduler.has_unfinished
+    scheduler.check_idle()
+
+
+def test_c17_a_wholly_cached_prompt_computes_its_last_token() -> None:
+    """Prompts of 4, 7, 8 and 9 tokens over blocks of 4, each a second time."""
+    for length, cached in ((4, 0), (7, 4), (8, 4), (9, 8)):
+        scheduler = make(prefix_caching=True)
+        for expected in (0, cached):
+            sequence = add(scheduler, "a", length, max_tokens=1)
+            schedule = run(scheduler)
+            assert shape(schedule)[1] == [("a", expected, length - expected)]
+            assert sequence.num_cached == expected
+
+
+def test_a_resumed_sequence_finds_its_own_generated_blocks() -> None:
+    """Its decode-written blocks are still kept: only the newest token is computed again."""
+    scheduler = make(32, prefix_caching=True)
+    sequence = add(scheduler, "a", 6, max_tokens=20)
+    for _ in range(8):
+        run(scheduler)
+    scheduler._preempt(sequence)
+    assert shape(run(scheduler)) == (["a"], [])
+    assert sequence.num_computed == 13 and sequence.num_cached == 0
+
+
+def test_check_idle_names_a_leak() -> None:
+    scheduler = make(8)
+    table = scheduler.cache.new_table()
+    scheduler.cache.extend(table)
+    with pytest.raises(AssertionError, match="1 blocks are used although no request is left"):
+        scheduler.check_idle()
