@@ -66,13 +66,8 @@ def check_argument(argument: str) -> str:
         return f"{name}={quote(raw)}"
     if known.base.startswith("list") and not isinstance(value, list) and value is not None:
         raise ValueError(_correction(argument, name, raw, f"{name} takes {type_words(known)}"))
-    check_value(name, unquoted(value))
+    check_value(name, value)
     return argument
-
-
-def unquoted(value: object) -> object:
-    """The text of a quoted value; anything else as it is."""
-    return value.text if isinstance(value, QuotedString) else value
 
 
 def check_name(name: str, where: str = "") -> Key | None:
@@ -90,13 +85,10 @@ def check_value(name: str, value: object, where: str = "") -> None:
     if key is None:
         raise ValueError(f"{name}={value!r}{where}: {name} is a group of keys; set one of them, as {name}.KEY.")
     scratch = OmegaConf.structured(Config)
-    plain = (
-        [item.text if isinstance(item, QuotedString) else item for item in value] if isinstance(value, list) else value
-    )
     try:
         if isinstance(value, bool) and key.base in {"int", "float"}:
             raise TypeError("a truth value is no number")
-        OmegaConf.update(scratch, name, plain)
+        OmegaConf.update(scratch, name, value)
         OmegaConf.select(scratch, name)  # resolves ${...}
     except (OmegaConfBaseException, TypeError) as error:
         if isinstance(value, str) and "${" in value:
@@ -181,8 +173,8 @@ def _reads_back(fixed: str, items: list[str], *, is_list: bool) -> bool:
     values = value if is_list else [value]
     if not isinstance(values, list):
         return False
-    read = [OmegaConf.create([item.text])[0] if isinstance(item, QuotedString) else str(item) for item in values]
-    return read == items
+    read = OmegaConf.create(values)  # fills in ${...}, as the composed config would
+    return [str(item) for item in read] == items
 
 
 def _items(raw: str) -> list[str]:
