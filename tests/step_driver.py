@@ -57,7 +57,7 @@ class StepDriver:
         chunks = [(name, [token]) for name, token in (decode or {}).items()]
         chunks += [(name, list(tokens)) for name, tokens in (prefill or {}).items()]
         assert len({name for name, _ in chunks}) == len(chunks), "a sequence has either a decode row or a chunk"
-        step = self._step(chunks, num_decode=len(decode or {}))
+        step = self.plan(chunks, num_decode=len(decode or {}))
         rows = (self.model.hidden if hidden else self.model.forward)(step, self.kv_caches)
         parts = rows.split([len(tokens) for _, tokens in chunks])
         return {name: part for (name, _), part in zip(chunks, parts, strict=True)}
@@ -73,7 +73,8 @@ class StepDriver:
             tokens.append(int(self.run(decode={name: tokens[-1]})[name][-1].argmax()))
         return tokens
 
-    def _step(self, chunks: list[tuple[str, list[int]]], num_decode: int) -> StepInput:
+    def plan(self, chunks: list[tuple[str, list[int]]], num_decode: int) -> StepInput:
+        """The tensors of a step of these sequences and their new tokens, the first `num_decode` of them decode rows."""
         ids, positions, slots, offsets = [], [], [], []
         for name, tokens in chunks:
             track = self.tracks.setdefault(name, Track())

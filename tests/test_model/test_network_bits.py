@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -85,6 +84,7 @@ def test_decode_among_any_number_of_others(model: CausalLM, num_others: int) -> 
     for step, token in enumerate(follow):
         expected_TD = lonely.run(decode={"a": token}, hidden=True)["a"]
         # Its place among the rows changes from step to step.
-        order = names[: step * 7 % (num_others + 1)] + ["a"] + names[step * 7 % (num_others + 1) :]
+        place = step * 7 % (num_others + 1)
+        order = [*names[:place], "a", *names[place:]]
         rows = busy.run(decode={name: token if name == "a" else 11 + step for name in order}, hidden=True)
         assert_same_bits(rows["a"], expected_TD)

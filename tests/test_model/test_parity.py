@@ -60,7 +60,7 @@ def test_prefill_of_several_prompts_in_one_step(pair: Pair) -> None:
 
 
 def test_chunks_and_decode_rows_mixed_in_one_step(pair: Pair) -> None:
-    """One sequence decodes while two others are prefilled in chunks of unlike sizes: every row as transformers has it."""
+    """One sequence decodes while two others are prefilled in chunks of unlike sizes: every row as in transformers."""
     tokens = prompts(23, 40, 41)
     follow = prompts(5, seed=1)["5"]
     driver = StepDriver(pair.ours)
@@ -132,7 +132,7 @@ def test_C11_deepseek_v2_renormalises_where_its_config_says_so(tmp_path: Path) -
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_bf16_stays_near_fp32(family: str, tmp_path: Path) -> None:
-    """A bf16 network on the CPU against transformers in fp32 with the same stored weights: rounding, not another model."""
+    """A bf16 network on the CPU against transformers in fp32 with the same stored weights: only rounding differs."""
     theirs = write_tiny(tmp_path, family, dtype="bfloat16")
     tokens = prompts(40)
     ours = StepDriver(load(tmp_path, torch.bfloat16)).run(prefill=tokens)["40"]

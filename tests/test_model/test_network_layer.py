@@ -1,0 +1,162 @@
+"""The MoE layer: worked examples with identity weights, load counts, and on a GPU what it launches and waits for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from expert_parallel.dispatcher import LocalDispatcher
+from expert_parallel.placement import Placement
+from kernels.routing import RoutingRule
+from moe.model.config import MoEConfig
+from moe.model.layer import MoELayer
+from moe.model.linear import Parameters
+from router.load import LoadCounter
+from tests.compare import assert_same_bits
+
+ONE = 1.2784645427610738  # silu(ONE) = 1: a gate that reads the constant last entry of a row lets `up` pass unchanged
+
+
+def swiglu_scaling(factor: float, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """gate_up and down of an MLP that computes factor * x on the first width - 1 entries of rows that end in 1."""
+    gate = torch.zeros(width, width)
+    gate[:, -1] = ONE
+    up = torch.eye(width)
+    down = factor * torch.eye(width)
+    down[-1] = 0.0
+    return torch.cat((gate, up)), down
+
+
+def layer_of_scalings(
+    num_experts: int, rule: RoutingRule, router_ED: torch.Tensor, placement: Placement, rank: int, shared: float | None
+) -> MoELayer:
+    """Expert e computes (e + 1) * x, the shared expert shared * x."""
+    width = router_ED.shape[1]
+    held = placement.experts_of(rank)
+    pairs = [swiglu_scaling(torch.nan if expert is None else expert + 1.0, width) for expert in held]
+    tensors = {
+        "layers.0.moe.gate.weight": router_ED,
+        "layers.0.moe.experts.w13": torch.stack([pair[0] for pair in pairs]),
+        "layers.0.moe.experts.w2": torch.stack([pair[1] for pair in pairs]),
+    }
+    if shared is not None:
+        tensors["layers.0.moe.shared.gate_up.weight"], tensors["layers.0.moe.shared.down.weight"] = swiglu_scaling(
+            shared, width
+        )
+    moe = MoEConfig(num_experts, expert_dim=width, rule=rule, shared_dim=0 if shared is None else width)
+    dispatcher = LocalDispatcher(placement.slot_table(rank, "cpu"), placement.num_slots(rank))
+    return MoELayer(moe, 0, Parameters(tensors), dispatcher)
+
+
+def all_rows(x_TD: torch.Tensor) -> torch.Tensor:
+    return torch.tensor([0, x_TD.shape[0]], dtype=torch.int32, device=x_TD.device)
+
+
+X = torch.tensor([[0.5, -2.0, 3.0, 1.0], [7.0, 0.25, -1.0, 1.0]])
+
+
+def test_C46_shared_expert_is_added_once_and_unscaled() -> None:
+    """0.5 * 1x + 0.5 * 2x + 10x = 11.5x; the router's scale 2 doubles the routed part and not the shared one."""
+    router_ED = torch.zeros(4, 4)
+    router_ED[2:, -1] = -50.0  # experts 0 and 1 tie, the others are out of reach
+    for scale, expected in ((1.0, 11.5), (2.0, 13.0)):
+        rule = RoutingRule(top_k=2, scale=scale)
+        layer = layer_of_scalings(4, rule, router_ED, Placement.contiguous(4, 1), 0, shared=10.0)
+        torch.testing.assert_close(layer(X, all_rows(X))[:, :3], expected * X[:, :3])
+
+
+def test_C46_replicated_shared_expert_and_split_routed_ones() -> None:
+    """Two ranks hold two experts each: their routed parts add up to the whole, the shared part is of one rank alone."""
+    router_ED = torch.zeros(4, 4)
+    router_ED[0, -1] = router_ED[3, -1] = 50.0  # experts 0 and 3: one on each rank
+    rule, placement = RoutingRule(top_k=2), Placement.contiguous(4, 2)
+    routed = [layer_of_scalings(4, rule, router_ED, placement, rank, shared=None)(X, all_rows(X)) for rank in range(2)]
+    whole = layer_of_scalings(4, rule, router_ED, Placement.contiguous(4, 1), 0, shared=10.0)(X, all_rows(X))
+    torch.testing.assert_close(whole[:, :3], (0.5 * 1 + 0.5 * 4 + 10) * X[:, :3])
+    torch.testing.assert_close((routed[0] + routed[1])[:, :3], whole[:, :3] - 10.0 * X[:, :3])
+
+
+def test_C28_layer_with_moved_experts_has_the_same_bits() -> None:
+    """Weights .4, .3, .2, .1 on experts 7, 0, 3, 5: 4.9x, whatever slots they lie in, empty slots between."""
+    router_ED = torch.full((8, 4), 0.0)
+    router_ED[:, -1] = -80.0
+    for expert, weight in ((7, 0.4), (0, 0.3), (3, 0.2), (5, 0.1)):
+        router_ED[expert, -1] = torch.tensor(weight).log()
+    placements = [
+        Placement.contiguous(8, 1),
+        Placement.of_ranks(8, [[3, None, 7, 1, 0, 2, None, 6, 5, 4]]),
+    ]
+    outputs = [
+        layer_of_scalings(8, RoutingRule(top_k=4), router_ED, placement, 0, shared=None)(X, all_rows(X))
+        for placement in placements
+    ]
+    torch.testing.assert_close(outputs[0][:, :3], 4.9 * X[:, :3])
+    assert_same_bits(*outputs)
+
+
+def test_rows_are_counted_where_they_are_real() -> None:
+    router_ED = torch.zeros(4, 4)
+    router_ED[2:, -1] = -50.0
+    layer = layer_of_scalings(4, RoutingRule(top_k=2), router_ED, Placement.contiguous(4, 1), 0, shared=None)
+    load = LoadCounter(1, 4, "cpu")
+    layer(X, all_rows(X), load)
+    assert load.snapshot().tolist() == [[2, 2, 0, 0]]
+    layer(X, all_rows(X), load, torch.tensor([True, False]))
+    assert load.snapshot().tolist() == [[3, 3, 0, 0]]
+
+
+def test_no_rows() -> None:
+    layer = layer_of_scalings(4, RoutingRule(top_k=2), torch.zeros(4, 4), Placement.contiguous(4, 1), 0, shared=10.0)
+    assert layer(X[:0], all_rows(X[:0])).shape == (0, 4)
+
+
+def random_layer(device: str, dtype: torch.dtype, width: int = 256, num_experts: int = 16) -> MoELayer:
+    torch.manual_seed(0)
+    tensors = {
+        "layers.0.moe.gate.weight": torch.randn(num_experts, width),
+        "layers.0.moe.experts.w13": torch.randn(num_experts, 2 * 128, width) * width**-0.5,
+        "layers.0.moe.experts.w2": torch.randn(num_experts, width, 128) * 128**-0.5,
+    }
+    parameters = Parameters({name: tensor.to(device, dtype) for name, tensor in tensors.items()})
+    slots = Placement.contiguous(num_experts, 1).slot_table(0, device)
+    moe = MoEConfig(num_experts, expert_dim=128, rule=RoutingRule(top_k=4))
+    return MoELayer(moe, 0, parameters, LocalDispatcher(slots, num_experts))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_tokens", [1, 17, 300])
+def test_the_layer_never_waits_for_the_device(num_tokens: int) -> None:
+    """From router to combine, with counting: any host sync raises."""
+    layer, load = random_layer("cuda", torch.bfloat16), LoadCounter(1, 16, "cuda")
+    x_TD = torch.randn(num_tokens, 256, device="cuda", dtype=torch.bfloat16)
+    rows, real_T = all_rows(x_TD), torch.ones(num_tokens, dtype=torch.bool, device="cuda")
+    layer(x_TD, rows, load, real_T)  # compile first
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        out_TD = layer(x_TD, rows, load, real_T)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    expected_TD = random_layer("cpu", torch.bfloat16)(x_TD.cpu(), rows.cpu())
+    assert float((out_TD.cpu() - expected_TD).float().norm() / expected_TD.float().norm()) < 0.02
+    assert int(load.snapshot().sum()) == 2 * 4 * num_tokens
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_tokens", [1, 300])
+def test_the_layer_runs_on_our_kernels(num_tokens: int) -> None:
+    """The profiler sees our kernels for logits, routing, packing, both products and the sum, and no library product."""
+    layer = random_layer("cuda", torch.bfloat16)
+    x_TD = torch.randn(num_tokens, 256, device="cuda", dtype=torch.bfloat16)
+    rows = all_rows(x_TD)
+    layer(x_TD, rows)
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        layer(x_TD, rows)
+        torch.cuda.synchronize()
+    names = [event.name for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    for ours in ("_linear_kernel", "_route_kernel", "_grouped_gemm_kernel", "_combine_kernel"):
+        assert any(ours in name for name in names), f"{ours} is missing among {names}"
+    assert any("_pack_pairs_kernel" in name or "_rank_kernel" in name for name in names), names
+    foreign = [name for name in names if any(word in name for word in ("cutlass", "cublas", "nvjet", "sgemm", "xmma"))]
+    assert not foreign, foreign
