@@ -4,6 +4,9 @@ Knows rows and weights; knows neither experts nor ranks. The order k = 0..K-1 is
 the sum has the same bits wherever the experts live.
 """
 
+# Launch options such as num_warps are no parameters of a kernel.
+# pyright: reportCallIssue=false
+
 from __future__ import annotations
 
 import torch

@@ -5,6 +5,9 @@ logits, narrow projections, and, as `head_linear`, the per-head products of abso
 blocks of 32 rows, the last one filled up with zeros: torch's own rows change with the number of rows.
 """
 
+# Launch options such as num_warps are no parameters of a kernel.
+# pyright: reportCallIssue=false
+
 from __future__ import annotations
 
 import torch
@@ -77,9 +80,8 @@ def _linear_kernel(
     GROUP_M: tl.constexpr,
 ):
     head = tl.program_id(1).to(tl.int64)
-    tile_m, tile_n = tile_of_program(
-        tl.program_id(0), tl.cdiv(num_rows, BLOCK_M), tl.cdiv(num_columns, BLOCK_N), GROUP_M
-    )
+    tiles_m, tiles_n = tl.cdiv(num_rows, BLOCK_M), tl.cdiv(num_columns, BLOCK_N)
+    tile_m, tile_n = tile_of_program(tl.program_id(0), tiles_m, tiles_n, GROUP_M)  # pyright: ignore
     m = tile_m.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = tile_n.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)

@@ -11,6 +11,9 @@ Worked example: three tokens, K = 2, experts 0 and 1 live in slots 1 and 0, expe
     offsets_S1    = [0, 2, 4]
 """
 
+# Launch options such as num_warps are no parameters of a kernel.
+# pyright: reportCallIssue=false
+
 from __future__ import annotations
 
 from typing import NamedTuple

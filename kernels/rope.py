@@ -6,6 +6,9 @@ Knows a table of angles and rows; how the angles follow from a configuration (sc
     interleaved layout: (x[2i], x[2i + 1]) is turned by angle i, and stays interleaved
 """
 
+# Launch options such as num_warps are no parameters of a kernel.
+# pyright: reportCallIssue=false
+
 from __future__ import annotations
 
 import torch

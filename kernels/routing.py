@@ -7,6 +7,9 @@ Order of steps, all in fp32: score (softmax or sigmoid) -> add the bias, for sel
 losing groups with -inf -> top-k of what is left -> gather the scores without bias -> renormalise -> scale, once.
 """
 
+# Launch options such as num_warps are no parameters of a kernel.
+# pyright: reportCallIssue=false
+
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -102,6 +105,9 @@ def route(logits_TE: Tensor, bias_E: Tensor | None, rule: RoutingRule) -> Routin
 _TILE_ELEMENTS = 1024
 """Scores per program: several tokens share one where experts are few. A function of E alone, so T changes no bits."""
 
+_LOWEST = tl.constexpr(-(2**63))
+"""Below every order key: no expert, or one already chosen."""
+
 # expert_ids_TK, weights_TK = the top_k of each row of logits_TE, as the header says
 #   logits_ptr fp32 [T, E] row stride stride_t; bias_ptr fp32 [E] or None; ids_ptr int32 [T, K]; weights_ptr fp32 [T, K]
 #   grid (cdiv(T, BLOCK_T),): a program owns BLOCK_T tokens and all their experts
@@ -129,7 +135,6 @@ def _losers_to_minus_inf(
     BLOCK_G: tl.constexpr,
 ):
     """The selection scores, -inf in every group but each token's TOPK_GROUPS best."""
-    LOWEST: tl.constexpr = -(2**63)
     group = column // group_size
     group_index = tl.arange(0, BLOCK_G)[None, :]
     group_scores = tl.full((BLOCK_T, BLOCK_G), -float("inf"), tl.float32)
@@ -137,17 +142,17 @@ def _losers_to_minus_inf(
         inside = group == g
         best = tl.max(tl.where(inside, selection, -float("inf")), axis=1)
         if TOP2_SUM:
-            best_key = tl.max(tl.where(inside, key, LOWEST), axis=1)
+            best_key = tl.max(tl.where(inside, key, _LOWEST), axis=1)
             others = inside & (key != best_key[:, None])
             best += tl.max(tl.where(others, selection, -float("inf")), axis=1)
         group_scores = tl.where(group_index == g, best[:, None], group_scores)
-    group_key = tl.where(group_index < NUM_GROUPS, _order_key(group_scores, group_index, BLOCK_G), LOWEST)
+    group_key = tl.where(group_index < NUM_GROUPS, _order_key(group_scores, group_index, BLOCK_G), _LOWEST)
     kept = tl.zeros_like(key).to(tl.int1)
     for _ in range(TOPK_GROUPS):
         best_key = tl.max(group_key, axis=1)
         winner = BLOCK_G - 1 - (best_key & 0xFFFFFFFF).to(tl.int32)
         kept = kept | (group == winner[:, None])
-        group_key = tl.where(group_key == best_key[:, None], LOWEST, group_key)
+        group_key = tl.where(group_key == best_key[:, None], _LOWEST, group_key)
     return tl.where(kept, selection, -float("inf"))
 
 
@@ -173,7 +178,6 @@ def _route_kernel(
     BLOCK_G: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    LOWEST: tl.constexpr = -(2**63)
     token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     in_batch = (token < num_tokens)[:, None]
     column = tl.arange(0, BLOCK_E)[None, :]
@@ -195,11 +199,11 @@ def _route_kernel(
     selection = tl.where((selection != selection) | (column >= num_experts), -float("inf"), selection)
     column = tl.broadcast_to(column, (BLOCK_T, BLOCK_E))
     if NUM_GROUPS > 1:
-        key = tl.where(is_expert, _order_key(selection, column, BLOCK_E), LOWEST)
+        key = tl.where(is_expert, _order_key(selection, column, BLOCK_E), _LOWEST)
         selection = _losers_to_minus_inf(
             selection, column, key, num_experts // NUM_GROUPS, NUM_GROUPS, TOPK_GROUPS, TOP2_SUM, BLOCK_T, BLOCK_G
         )
-    key = tl.where(is_expert, _order_key(selection, column, BLOCK_E), LOWEST)
+    key = tl.where(is_expert, _order_key(selection, column, BLOCK_E), _LOWEST)
 
     choice = tl.arange(0, BLOCK_K)[None, :]
     ids = tl.zeros((BLOCK_T, BLOCK_K), tl.int32)
@@ -212,7 +216,7 @@ def _route_kernel(
         ids = tl.where(choice == k, (BLOCK_E - 1 - (best_key & 0xFFFFFFFF).to(tl.int32))[:, None], ids)
         weights = tl.where(choice == k, weight[:, None], weights)
         total += weight
-        key = tl.where(chosen, LOWEST, key)
+        key = tl.where(chosen, _LOWEST, key)
     if RENORMALIZE:
         weights = tl.div_rn(weights, tl.broadcast_to((total + epsilon)[:, None], (BLOCK_T, BLOCK_K)))
     out = token.to(tl.int64)[:, None] * TOP_K + choice
