@@ -157,8 +157,9 @@ def write_tiny(
     (folder / "model.safetensors").unlink()
     tensors = {name: _cast(name, tensor, _DTYPES[dtype]) for name, tensor in tensors.items()}
     stored = _quantise(tensors) if fp8 else dict(tensors)
+    state = model.state_dict(keep_vars=True)
     for name, tensor in tensors.items():
-        _assign(model, name, dequantise(stored, name, tensor))
+        _assign(state, name, dequantise(stored, name, tensor))
     if mtp:
         stored |= _mtp_layer(stored, model.config.num_hidden_layers, seed)
     write_shards(folder, stored, shards)
@@ -327,10 +328,9 @@ _PER_EXPERT = re.compile(r"(.*\.mlp\.experts)\.(\d+)\.(gate_proj|up_proj|down_pr
 
 
 @torch.no_grad()
-def _assign(model: PreTrainedModel, name: str, value: Tensor) -> None:
+def _assign(state: dict[str, Tensor], name: str, value: Tensor) -> None:
     """Puts a tensor under its name on disk into the model's parameter."""
     name = name.replace(".block_sparse_moe.", ".mlp.")
-    state = model.state_dict(keep_vars=True)
     match = _PER_EXPERT.fullmatch(name)
     if match is None:
         state[name].copy_(value)
