@@ -29,7 +29,6 @@ from tests.tiny_models import VOCAB_SIZE, write_tokenizer
 
 PREFILLED, DECODED = 1, 2
 NAN_TOKEN = 7  # a sequence that holds it has NaN logits from there on
-MASK = (1 << 64) - 1
 
 
 def fake_config(max_positions: int = 512) -> ModelConfig:
@@ -71,50 +70,51 @@ class FakeNetwork:
         blocks, offsets = step.slot_mapping_T // size, step.slot_mapping_T % size
         cache[blocks, 0, offsets, 0, 0] = step.token_ids_T.to(cache.dtype)
         cache[blocks, 1, offsets, 0, 0] = kinds.to(cache.dtype)
-        histories = self._histories(step, cache)
-        wanted = step.logits_rows_B.tolist()
-        logits = [hashed_logits(*histories(row), seen=int(step.positions_T[row]) + 1) for row in wanted]
-        return torch.from_numpy(np.stack(logits)) if logits else torch.empty(0, VOCAB_SIZE)
+        rows = step.logits_rows_B.numpy()
+        if not rows.size:
+            return torch.empty(0, VOCAB_SIZE)
+        tables_TM = self._tables(step)
+        lengths_B = step.positions_T.numpy()[rows] + 1
+        positions_L = np.arange(lengths_B.max())
+        blocks_BL = tables_TM[rows][:, positions_L // size]
+        seen_BL2 = cache.numpy()[blocks_BL, :, positions_L % size, 0, 0]
+        known_BL = positions_L < lengths_B[:, None]
+        assert not np.isnan(seen_BL2[known_BL]).any(), "a slot was read that nobody wrote"
+        tokens_BL, kinds_BL = np.where(known_BL[..., None], seen_BL2, 0).astype(np.uint64).transpose(2, 0, 1)
+        return torch.from_numpy(hashed_logits(tokens_BL, kinds_BL))
 
-    def _histories(self, step: StepInput, cache: Tensor) -> Callable[[int], tuple[np.ndarray, np.ndarray]]:
-        """Tokens and kinds that a row sees, read through its sequence's table."""
-        tables: list[Tensor] = []
+    def _tables(self, step: StepInput) -> np.ndarray:
+        """Every row's own block table [T, M], after checking that the lengths agree with each other."""
+        tables: list[np.ndarray] = []
         if step.decode is not None:
             assert step.decode.max_kv_len == int(step.decode.kv_lens_B.max())
             assert step.decode.kv_lens_B.tolist() == (step.positions_T[: step.num_decode] + 1).tolist()
-            tables += list(step.decode.block_tables_BM)
+            tables.append(step.decode.block_tables_BM.numpy())
         if step.prefill is not None:
             prefill = step.prefill
-            lens = prefill.query_starts_B1.diff().tolist()
-            assert tuple(lens) == prefill.query_lens_host and tuple(prefill.kv_lens_B.tolist()) == prefill.kv_lens_host
-            assert (prefill.query_offsets_B + prefill.query_starts_B1.diff()).tolist() == prefill.kv_lens_B.tolist()
-            tables += [table for table, length in zip(prefill.block_tables_BM, lens) for _ in range(length)]
-        assert len(tables) == step.token_ids_T.shape[0], "rows and tables differ"
-
-        def read(row: int) -> tuple[np.ndarray, np.ndarray]:
-            length = int(step.positions_T[row]) + 1
-            positions = torch.arange(length)
-            block = tables[row][positions // cache.shape[2]].long()
-            seen = cache[block, :, positions % cache.shape[2], 0, 0].numpy()
-            assert not np.isnan(seen).any(), "a slot was read that nobody wrote"
-            return seen[:, 0].astype(np.uint64), seen[:, 1].astype(np.uint64)
-
-        return read
+            lens = prefill.query_starts_B1.diff()
+            assert tuple(lens.tolist()) == prefill.query_lens_host
+            assert tuple(prefill.kv_lens_B.tolist()) == prefill.kv_lens_host
+            assert (prefill.query_offsets_B + lens).tolist() == prefill.kv_lens_B.tolist()
+            tables.append(prefill.block_tables_BM.numpy().repeat(lens.numpy(), axis=0))
+        width = max(table.shape[1] for table in tables)
+        joined = np.concatenate([np.pad(table, ((0, 0), (0, width - table.shape[1]))) for table in tables])
+        assert len(joined) == step.token_ids_T.shape[0], "rows and tables differ"
+        return joined
 
 
-def hashed_logits(tokens: np.ndarray, kinds: np.ndarray, *, seen: int) -> np.ndarray:
-    """fp32 [V] from a history; NaN where it holds NAN_TOKEN."""
-    assert len(tokens) == seen
-    if (tokens == NAN_TOKEN).any():
-        return np.full(VOCAB_SIZE, np.nan, np.float32)
-    positions = np.arange(1, len(tokens) + 1, dtype=np.uint64)
+def hashed_logits(tokens_BL: np.ndarray, kinds_BL: np.ndarray) -> np.ndarray:
+    """fp32 [B, V] from histories (kind 0: no position); NaN where one holds NAN_TOKEN."""
+    positions_L = np.arange(1, tokens_BL.shape[1] + 1, dtype=np.uint64)
     with np.errstate(over="ignore"):
-        state = _mix(positions * np.uint64(0x9E3779B97F4A7C15) + tokens * np.uint64(4099) + kinds)
-        vocab = np.arange(VOCAB_SIZE, dtype=np.uint64) * np.uint64(0xD1B54A32D192ED03)
-        drawn = _mix(vocab + np.sum(state, dtype=np.uint64))
-    logits = (drawn >> np.uint64(40)).astype(np.float32) / np.float32(2**20)  # 0 .. 16
-    logits[NAN_TOKEN] = -100.0  # never generated by itself
-    return logits
+        state_BL = _mix(positions_L * np.uint64(0x9E3779B97F4A7C15) + tokens_BL * np.uint64(4099) + kinds_BL)
+        state_B = np.where(kinds_BL > 0, state_BL, np.uint64(0)).sum(axis=1, dtype=np.uint64)
+        vocab_V = np.arange(VOCAB_SIZE, dtype=np.uint64) * np.uint64(0xD1B54A32D192ED03)
+        drawn_BV = _mix(vocab_V + state_B[:, None])
+    logits_BV = (drawn_BV >> np.uint64(40)).astype(np.float32) / np.float32(2**20)  # 0 .. 16
+    logits_BV[:, NAN_TOKEN] = -100.0  # never generated by itself
+    logits_BV[((tokens_BL == NAN_TOKEN) & (kinds_BL > 0)).any(axis=1)] = np.nan
+    return logits_BV
 
 
 def _mix(x: np.ndarray) -> np.ndarray:
@@ -128,8 +128,8 @@ def expected_tokens(prompt: Sequence[int], count: int, eos_ids: Sequence[int] = 
     tokens, kinds = list(prompt), [PREFILLED] * len(prompt)
     output: list[int] = []
     while len(output) < count and not (output and output[-1] in eos_ids):
-        history = np.array(tokens, np.uint64), np.array(kinds, np.uint64)
-        output.append(int(hashed_logits(*history, seen=len(tokens)).argmax()))
+        history = np.array([tokens], np.uint64), np.array([kinds], np.uint64)
+        output.append(int(hashed_logits(*history).argmax()))
         tokens.append(output[-1])
         kinds.append(DECODED)
     return output

@@ -92,12 +92,10 @@ def test_tokens_are_those_of_a_cacheless_run(parts: Parts, engines: Any, keys: d
     assert answer(engine, prompts, params) == [expected_tokens(prompt, 24) for prompt in prompts]  # warm
     stats = engine.stats
     assert (stats.cached_tokens > 0) == prefix_caching
-    if "max_num_seqs" not in keys:
-        assert stats.mixed_steps > 0 or not keys
     if ("num_blocks" in keys and keys["num_blocks"] < 64) or "force_preempt_every" in keys:
         assert stats.preemptions >= 1
     if "prefill_chunk" in keys:
-        assert stats.split_prompts >= 2 and stats.chunks > len(prompts) * 2
+        assert stats.split_prompts >= 2 and stats.chunks > len(prompts) * 2 and stats.mixed_steps > 0
     assert stats.output_tokens == 2 * 24 * len(prompts) and stats.requests == 2 * len(prompts)
 
 
@@ -369,17 +367,18 @@ def test_c52_two_thousand_requests_with_every_ending(parts: Parts, engines: Any,
     engine = engines(
         parts, block_size=4, num_blocks=64, prefix_caching=prefix_caching, max_num_seqs=24, prefill_chunk=6
     )
+    prompts = [prompt_of(16, seed=seed) for seed in range(12)]
     endings: dict[str, int] = {}
     aborted_states: set[str] = set()
     for wave in range(20):
         for number in range(100):
             kind = rng.randrange(5)
-            prompt = prompt_of(rng.randrange(1, 24), seed=rng.randrange(12))
-            params: dict[str, Any] = {"max_tokens": rng.randrange(1, 20), "temperature": 0.0}
+            prompt = prompts[rng.randrange(12)][: rng.randrange(1, 16)]
+            params: dict[str, Any] = {"max_tokens": rng.randrange(2, 20), "temperature": 0.0}
             if kind == 0:
                 params["stop"] = [chr(rng.randrange(97, 123))]
-            elif kind == 1:  # NaN in mid-decode: the bias makes the token, the next row meets it
-                params |= {"logit_bias": {NAN_TOKEN: 100.0}, "min_tokens": 1} if rng.random() < 0.2 else {}
+            elif kind == 1 and rng.random() < 0.3:  # NaN in mid-decode: the bias makes the token, the next row meets it
+                params["logit_bias"] = {NAN_TOKEN: 100.0}
             elif kind == 2:
                 prompt = [*prompt, NAN_TOKEN] if rng.random() < 0.3 else prompt
             elif kind == 3:
@@ -408,5 +407,5 @@ def test_c52_two_thousand_requests_with_every_ending(parts: Parts, engines: Any,
         if not prefix_caching:
             assert allocator.num_free == 64
     assert engine.stats.requests == 2000 and engine.stats.preemptions > 0
-    assert endings.keys() == {"stop", "length", "error", "abort"} and min(endings.values()) >= 20
+    assert endings.keys() == {"stop", "length", "error", "abort"} and min(endings.values()) >= 20, endings
     assert aborted_states == {"waiting", "running", "preempted"}
