@@ -153,7 +153,9 @@ class _PlainEncoder:
         self._twin = tokenizers.Tokenizer.from_str(json.dumps(state))
         self._alias: dict[str, str] = {}
         self._id_of: dict[int, int] = {}
-        self._control_ids = {token_id for token_id, token in added.items() if token.special}
+        # An unknown character's token may come from any text.
+        unknown = state["model"].get("unk_token")
+        self._control_ids = {i for i, token in added.items() if token.special and token.content != unknown}
         for token_id, token in sorted(added.items()):
             name = token.content
             if token.special:
