@@ -32,7 +32,7 @@ OK, FAULT, USAGE, SOME_FAILED, INTERRUPTED = 0, 1, 2, 3, 130
 SHOWN_BAD_LINES = 10
 SHOWN_ANSWERS = 3
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("launch.generate")  # __name__ is __main__ under python -m
 
 
 def main(argv: Sequence[str] | None = None) -> int:

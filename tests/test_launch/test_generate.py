@@ -1,0 +1,186 @@
+"""The entry point around the real demo model: exit codes, files, messages, ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launch import generate
+from moe.batch import job
+from moe.version import __version__
+
+ROOT = Path(__file__).resolve().parents[2]
+FAST = ("engine.device=cpu", "cache.num_blocks=64", "sampling.max_tokens=4")
+
+
+@pytest.fixture(autouse=True)
+def in_own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Runs happen in a folder of their own, and leave this process's loggers alone."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(generate, "set_up_logging", lambda console: None)
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    yield
+
+
+def write(name: str, *records: Any) -> str:
+    Path(name).write_text("".join(json.dumps(record) + "\n" for record in records), "utf-8")
+    return name
+
+
+def read(name: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in Path(name).read_text("utf-8").splitlines()]
+
+
+def test_the_demo_alone_answers_its_prompts(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts = write("short.jsonl", *({"prompt": text, "max_tokens": 4} for text in ("And it", "Blessed", "Thus")))
+    monkeypatch.setattr(job, "DEMO_PROMPTS", Path(prompts).absolute())
+    assert generate.main([*FAST]) == generate.OK
+    records = read("demo.answers.jsonl")
+    assert [record["line"] for record in records] == [1, 2, 3]
+    assert all(record["text"] and record["finish_reason"] for record in records)
+    shown = capsys.readouterr().out
+    assert "lines answered / failed" in shown and "3 / 0" in shown and "answers: demo.answers.jsonl" in shown
+    assert generate.main(["job.limit=1", *FAST]) == generate.OK  # its own output is replaced without asking
+    assert len(read("demo.answers.jsonl")) == 1
+    assert sorted(path.name for path in Path().iterdir()) == [
+        "demo.answers.jsonl",
+        "short.jsonl",
+    ]  # no run folder, nothing else
+
+
+def test_a_job_of_all_forms_with_a_report(capsys: pytest.CaptureFixture[str]) -> None:
+    chat = {"messages": [{"role": "user", "content": "Read Psalms 23:1"}]}
+    source = write(
+        "in.jsonl",
+        {"id": "a", "prompt": "In the beginning", "max_tokens": 5, "ignore_eos": True},
+        {"id": "b", **chat, "n": 2},
+        {"id": "c", "prompt_token_ids": [300, 301, 302], "logprobs": 1},
+        {"id": "d", "prompt": 5},
+        {"id": "e", "prompt": "word " * 3000},
+        {"custom_id": "f", "method": "POST", "url": "/v1/chat/completions", "body": {"max_tokens": 3, **chat}},
+    )
+    code = generate.main([f"input={source}", "output=out.jsonl", "job.report=report.json", *FAST])
+    assert code == generate.SOME_FAILED
+    records = read("out.jsonl")
+    assert records[0]["completion_tokens"] == 5 and len(records[0]["token_ids"]) == 5
+    assert len(records[1]["outputs"]) == 2
+    assert [entry["token_id"] for entry in records[2]["logprobs"]] == records[2]["token_ids"]
+    assert records[3]["error"]["type"] == "invalid_line"
+    assert records[4]["error"]["type"] == "request_failed" and "engine.max_model_len" in records[4]["error"]["message"]
+    assert records[5]["response"]["body"]["usage"]["completion_tokens"] <= 3
+    report = json.loads(Path("report.json").read_text("utf-8"))
+    assert (report["lines"], report["answered"], report["failed"]) == (6, 4, 2)
+    assert report["version"] == __version__ and report["expert_balance"] > 0 and report["ttft_p95"] > 0
+    assert (
+        report["output_tokens"]
+        == sum(len(sample["token_ids"]) for record in records[:3] for sample in record.get("outputs", [record]))
+        + records[5]["response"]["body"]["usage"]["completion_tokens"]
+    )
+
+
+def test_answers_do_not_depend_on_window_or_neighbours() -> None:
+    lines = [
+        {"id": i, "prompt": f"And {word} said", "temperature": 0.8} for i, word in enumerate(["he", "she", "Moses"])
+    ]
+    together, alone = write("all.jsonl", *lines), write("one.jsonl", lines[2])
+    assert generate.main([f"input={together}", "output=all.out", *FAST]) == generate.OK
+    assert generate.main([f"input={alone}", "output=one.out", "job.window=1", *FAST]) == generate.OK
+    assert (
+        read("all.out")[2]["token_ids"] == read("one.out")[0]["token_ids"]
+    )  # the line number differs, the id does not
+    assert generate.main([f"input={together}", "output=other.out", "sampling.seed=1", *FAST]) == generate.OK
+    assert [r["token_ids"] for r in read("other.out")] != [r["token_ids"] for r in read("all.out")]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["samplng.n=2"], "error: unknown key 'samplng.n'; did you mean 'sampling.n'?"),
+        (["input=missing.jsonl"], "error: input=missing.jsonl does not exist"),
+        (["output=no/such/out.jsonl"], "make the folder no/such first"),
+        (["output=old.jsonl"], "output=old.jsonl exists"),
+        (["job.report=no/such.json"], "job.report=no/such.json cannot be written"),
+        (["model=no-such-folder/x/y"], "no-such-folder"),
+        (["engine.max_model_len=100000"], "engine.max_model_len=100000 exceeds this checkpoint's"),
+    ],
+)
+def test_wrong_usage_is_code_2_and_one_message(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("old.jsonl").write_text("precious\n")
+    assert generate.main([*words, "engine.device=cpu"]) == generate.USAGE
+    shown = capsys.readouterr()
+    assert message in shown.err and "Traceback" not in shown.err
+    assert [path.name for path in Path().iterdir()] == ["old.jsonl"]
+    assert Path("old.jsonl").read_text() == "precious\n"
+
+
+def test_strict_and_dry_run_load_no_model(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def no_engine(*args: object) -> None:
+        raise AssertionError("a model was loaded")
+
+    monkeypatch.setattr(generate, "Engine", no_engine)
+    bad, good = write("bad.jsonl", {"prompt": "x"}, {"prompt": 5}), write("good.jsonl", {"prompt": "x"})
+    assert generate.main([f"input={bad}", "job.strict=true"]) == generate.USAGE
+    assert "bad.jsonl:2: prompt=5 must be a text." in capsys.readouterr().err
+    assert generate.main([f"input={bad}", "job.dry_run=true"]) == generate.SOME_FAILED
+    assert generate.main([f"input={good}", "job.dry_run=true", "job.strict=true"]) == generate.OK
+    assert "1 lines read, 0 of them cannot be run" in capsys.readouterr().out
+    assert sorted(path.name for path in Path().iterdir()) == ["bad.jsonl", "good.jsonl"]
+    with pytest.raises(AssertionError, match="a model was loaded"):
+        generate.main([f"input={good}", "job.strict=true"])
+
+
+def test_a_fault_is_code_1_and_keeps_the_records(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(self: object, *args: object) -> None:
+        raise RuntimeError("the device is gone")
+
+    monkeypatch.setattr(generate.Job, "run", fail)
+    assert generate.main(list(FAST)) == generate.FAULT
+    assert "error: the device is gone\n0 records are whole in demo.answers.jsonl" in capsys.readouterr().err
+
+
+def test_help_and_cfg(capsys: pytest.CaptureFixture[str]) -> None:
+    assert generate.main(["--help"]) == generate.OK
+    assert "sampling.temperature=null" in capsys.readouterr().out
+    assert generate.main(["--cfg", "job", "preset=greedy", "sampling.max_tokens=7"]) == generate.OK
+    shown = capsys.readouterr().out
+    assert "max_tokens: 7" in shown and "temperature: 0.0" in shown and "window: 1024" in shown
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_several_ranks_are_refused_by_rank_0_alone(
+    rank: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", str(rank))
+    assert generate.main([]) == generate.USAGE
+    assert ("torchrun started 2 ranks" in capsys.readouterr().err) == (rank == 0)
+
+
+def test_torchrun_with_one_rank() -> None:
+    source = write("in.jsonl", {"prompt": "And it", "max_tokens": 3}, {"prompt": "Blessed", "max_tokens": 3})
+    words = ["--nproc-per-node", "1", "-m", "launch.generate", f"input={source}", "output=out.jsonl", *FAST]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", *words],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr
+    assert len(read("out.jsonl")) == 2
+    assert "2 / 0" in done.stdout and "answering" in done.stderr  # plain log lines away from a terminal
