@@ -90,7 +90,7 @@ def attention_prefill(
     """out_THV in q's dtype, or with return_lse (out_THV fp32, lse_TH fp32). `attention_prefill_reference` defines it.
 
     Rows query_starts[b] : query_starts[b + 1] of q are the chunk of sequence b; kv_lens[b] keys are reachable through
-    its row of the table (entries past them are never used). Index tensors int32; kv_starts None: keys start at position 0;
+    its row of the table (entries past them are never used). Index tensors int32; kv_starts None: all start at 0;
     window 0: no window. A query that sees no key gives out 0, lse -inf. max_query_len and max_kv_len bound the work and
     do not change a bit of the result.
     """
@@ -261,10 +261,11 @@ def _prefill_kernel(
         v = tl.load(v_ptrs, mask=valid[:, None] & (cv < VALUE_WIDTH)[None, :], other=0.0)
         acc = tl.dot(weights.to(v.dtype), v, acc * decay[:, None], input_precision="ieee")
         maximum = new_maximum
-    out = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    total = tl.where(total == 0.0, 1.0, total)
+    out = acc / total[:, None]
     out_ptrs = out_ptr + (row * num_heads + head)[:, None] * VALUE_WIDTH + cv[None, :]
     tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=real[:, None] & (cv < VALUE_WIDTH)[None, :])
-    # A row without keys: maximum -inf and log2(0) = -inf. 0.6931... = ln 2 turns log2 into ln.
+    # A row without keys keeps -inf, its maximum. The factor, ln 2, turns log2 into ln.
     tl.store(lse_ptr + row * num_heads + head, (maximum + tl.log2(total)) * 0.6931471805599453, mask=real)
 
 
@@ -344,7 +345,7 @@ def _prefill_tile(dtype: torch.dtype, width: int, value_width: int) -> TileConfi
 # out = (2^(a - max) out_a + 2^(b - max) out_b) / (2^(a - max) + 2^(b - max)) with a, b the parts' lse, here in base e
 #   out_a_ptr, out_b_ptr fp32 [T, H, V], lse_a_ptr, lse_b_ptr fp32 [T, H], each with strides of its own;
 #   out_ptr [T, H, V] and lse_ptr [T, H] fp32 contiguous
-#   grid (T, H): a program owns one head of one token. A part of weight 0 is not read. Columns from V on are masked.
+#   grid (T, H): a program owns one head of one token. Columns from V on are masked.
 
 
 @triton.jit
@@ -380,9 +381,11 @@ def _merge_kernel(
     in_width = cv < VALUE_WIDTH
     a_ptrs = out_a_ptr + token * stride_at + head * stride_ah + cv * stride_av
     b_ptrs = out_b_ptr + token * stride_bt + head * stride_bh + cv * stride_bv
-    a = tl.load(a_ptrs, mask=in_width & (weight_a != 0.0), other=0.0)
-    b = tl.load(b_ptrs, mask=in_width & (weight_b != 0.0), other=0.0)
-    out = (a * weight_a + b * weight_b) / tl.where(total == 0.0, 1.0, total)
+    # What an empty part holds may be anything; 0 * NaN would be NaN.
+    a = tl.where(weight_a == 0.0, 0.0, tl.load(a_ptrs, mask=in_width, other=0.0))
+    b = tl.where(weight_b == 0.0, 0.0, tl.load(b_ptrs, mask=in_width, other=0.0))
+    total = tl.where(total == 0.0, 1.0, total)
+    out = (a * weight_a + b * weight_b) / total
     tl.store(out_ptr + (token * num_heads + head) * VALUE_WIDTH + cv, out, mask=in_width)
     tl.store(lse_ptr + token * num_heads + head, maximum + tl.log(total))
 

@@ -74,7 +74,7 @@ def _check_operands(
 #   q_latent_ptr [B, H, L], q_pe_ptr [B, H, R], cache_ptr [N, P, L + R], one dtype, any strides but the last;
 #   tables_ptr int32 [B, M], kv_lens_ptr int32 [B]; sums_ptr fp32 [B, S, H, L], stats_ptr fp32 [B, S, H, 2], contiguous
 #   grid (B * cdiv(H, BLOCK_H), S): a program owns one split of one sequence for BLOCK_H heads, the rows of one tile;
-#   the head tiles of a split run side by side and share its latents in L2. Each latent is loaded once, for both products.
+#   the head tiles of a split run side by side and share its latents in L2. A latent is loaded once, for both products.
 #   fp32 accumulation. Rows from H on are zero queries, not written; keys from kv_len on are not read.
 #   A split without keys writes nothing and is not read.
 

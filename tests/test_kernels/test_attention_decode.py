@@ -1,0 +1,172 @@
+"""Decode attention: against fp64, against the reference, and the same bits in any company."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kernels.attention_decode import (
+    _decode_kernel,
+    attention_decode,
+    attention_decode_reference,
+    attention_decode_triton,
+)
+from kernels.split_kv import MAX_SPLITS, _merge_splits_kernel, num_splits
+from tests.aot import ARCHS, aot, compile_ahead
+from tests.compare import assert_same_bits, max_rel
+from tests.paged_cache import assert_accurate, dense_attention, draw, index, paged_cache
+
+SHAPES = [
+    # page, heads, kv heads, width, value width, window, lens
+    pytest.param(16, 4, 4, 32, 32, 0, [1, 0, 127, 128, 129], id="group1-around-a-tile"),
+    pytest.param(17, 6, 2, 40, 40, 0, [3, 255, 257], id="group3-odd-page-around-a-split"),
+    pytest.param(64, 7, 1, 96, 24, 0, [65, 0], id="group7-narrow-values"),
+    pytest.param(1, 2, 1, 16, 16, 0, [9, 1], id="page1"),
+    pytest.param(16, 2, 2, 32, 32, 1, [1, 130, 0], id="window-of-one"),
+    pytest.param(16, 2, 1, 32, 32, 20, [5, 20, 21, 300], id="window-across-splits"),
+    pytest.param(16, 2, 1, 32, 32, 4096, [5, 129], id="window-above-every-length"),
+]
+TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
+
+
+def exact(q_BHC, cache, window, dtype=torch.float64):
+    """Sequence by sequence, by whole matrices."""
+    scale = q_BHC.shape[2] ** -0.5
+    rows = [
+        dense_attention(q[None], k, v, scale=scale, query_offset=k.shape[0] - 1, window=window, dtype=dtype)[0]
+        for q, k, v in zip(q_BHC, cache.keys, cache.values)
+    ]
+    return torch.cat(rows)
+
+
+def run(attend, q_BHC, cache, window, max_kv_len=None, rows=slice(None)):
+    return attend(
+        q_BHC[rows],
+        cache.k_cache_NPGC,
+        cache.v_cache_NPGV,
+        cache.block_tables_BM[rows],
+        cache.kv_lens_B[rows],
+        scale=q_BHC.shape[2] ** -0.5,
+        window=window,
+        max_kv_len=int(cache.kv_lens_B[rows].max()) if max_kv_len is None else max_kv_len,
+    )
+
+
+def draw_case(page, heads, kv_heads, width, value_width, lens, dtype, device):
+    sizes = {"page": page, "kv_heads": kv_heads, "width": width, "value_width": value_width}
+    cache = paged_cache(lens, **sizes, dtype=dtype, device=device)
+    # Queries are a slice of wider rows, as the projection leaves them.
+    return draw(len(lens), heads + 2, width, dtype=dtype, device=device, seed=7)[:, :heads], cache
+
+
+@pytest.mark.parametrize(("page", "heads", "kv_heads", "width", "value_width", "window", "lens"), SHAPES)
+def test_kernel(backend, page, heads, kv_heads, width, value_width, window, lens):
+    q_BHC, cache = draw_case(page, heads, kv_heads, width, value_width, lens, backend.dtype, backend.device)
+    ours = run(attention_decode_triton, q_BHC, cache, window)
+    assert ours.dtype == backend.dtype
+    assert_accurate(ours, exact(q_BHC, cache, window, backend.dtype), exact(q_BHC, cache, window))
+    assert max_rel(ours, run(attention_decode_reference, q_BHC, cache, window)) < TOLERANCE[backend.dtype]
+
+
+@pytest.mark.parametrize("attend", [attention_decode, attention_decode_reference])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("page", "heads", "kv_heads", "width", "value_width", "window", "lens"), SHAPES)
+def test_reference(attend, dtype, page, heads, kv_heads, width, value_width, window, lens):
+    q_BHC, cache = draw_case(page, heads, kv_heads, width, value_width, lens, dtype, "cpu")
+    ours = run(attend, q_BHC, cache, window)
+    assert_accurate(ours, exact(q_BHC, cache, window, dtype), exact(q_BHC, cache, window))
+
+
+def check_company(attend, lens, heads, kv_heads, width, window, dtype, device):
+    """A row alone, in a batch, in a batch of another order, and under another bound has the same bits."""
+    q_BHC, cache = draw_case(16, heads, kv_heads, width, width, lens, dtype, device)
+    together = run(attend, q_BHC, cache, window)
+    assert not together.isnan().any()
+    assert_same_bits(run(attend, q_BHC, cache, window, max_kv_len=8192), together)
+    backwards = list(range(len(lens)))[::-1]
+    assert_same_bits(run(attend, q_BHC, cache, window, rows=backwards)[backwards], together)
+    for b in range(len(lens)):
+        assert_same_bits(run(attend, q_BHC, cache, window, rows=slice(b, b + 1)), together[b : b + 1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("window", [0, 50])
+@pytest.mark.parametrize(("heads", "kv_heads", "width"), [(8, 8, 32), (6, 2, 40), (7, 1, 24)])
+def test_reference_gives_a_row_the_same_bits_in_any_company(dtype, window, heads, kv_heads, width):
+    check_company(attention_decode, [1, 40, 127, 128, 129, 300, 17], heads, kv_heads, width, window, dtype, "cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("window", [0, 300])
+def test_kernel_gives_a_row_the_same_bits_in_any_company(window):
+    lens = [1 + 37 * b % 1500 for b in range(64)]
+    check_company(attention_decode, lens, 32, 4, 128, window, torch.bfloat16, "cuda")
+
+
+def test_no_sequences_and_no_keys(backend):
+    q_BHC, cache = draw_case(16, 2, 1, 16, 16, [0, 0], backend.dtype, backend.device)
+    assert_same_bits(run(attention_decode_triton, q_BHC, cache, 0, max_kv_len=0), torch.zeros_like(q_BHC))
+    assert_same_bits(run(attention_decode_triton, q_BHC, cache, 0, max_kv_len=400), torch.zeros_like(q_BHC))
+    none = run(attention_decode_triton, q_BHC, cache, 0, max_kv_len=400, rows=slice(0, 0))
+    assert none.shape == (0, 2, 16)
+
+
+def test_a_nan_key_of_one_sequence_stays_with_it(backend):
+    """The result of that sequence is NaN (the logits' check finds it), the others' are untouched."""
+    q_BHC, cache = draw_case(16, 2, 1, 16, 16, [20, 20, 20], backend.dtype, backend.device)
+    clean = run(attention_decode_triton, q_BHC, cache, 0)
+    cache.k_cache_NPGC[cache.block_tables_BM[1, 0], 3] = torch.nan
+    for attend in (attention_decode_triton, attention_decode_reference):
+        poisoned = run(attend, q_BHC, cache, 0)
+        assert poisoned[1].isnan().all() and not poisoned[[0, 2]].isnan().any()
+    assert_same_bits(run(attention_decode_triton, q_BHC, cache, 0)[[0, 2]], clean[[0, 2]])
+
+
+def test_splits_of_a_long_sequence_are_bounded():
+    """Every length has its splits inside the grid of any longer bound, and never more than the workspace holds."""
+    for kv_len in (1, 256, 257, 256 * 64, 256 * 64 + 1, 256 * 128, 100_000):
+        split_len = -(-kv_len // (256 * MAX_SPLITS.value)) * 256
+        assert -(-kv_len // split_len) <= num_splits(kv_len, 256) <= num_splits(2 * kv_len, 256) <= 64
+
+
+@pytest.mark.gpu
+def test_very_long_sequence():
+    """Above 64 splits of 256 keys, where splits grow."""
+    q_BHC, cache = draw_case(16, 8, 1, 128, 128, [40_000, 7], torch.bfloat16, "cuda")
+    ours = run(attention_decode, q_BHC, cache, 0)
+    assert_accurate(ours, exact(q_BHC, cache, 0, torch.bfloat16), exact(q_BHC, cache, 0))
+
+
+@pytest.mark.gpu
+def test_C16_last_block_of_a_cache_above_two_to_the_31():
+    page, heads, width = 16, 8, 128
+    num_blocks = 2**31 // (2 * page * heads * width) + 2
+    cache = torch.full((num_blocks, 2, page, heads, width), torch.nan, dtype=torch.bfloat16, device="cuda")
+    cache[-1] = draw(2, page, heads, width, dtype=torch.bfloat16, device="cuda")
+    q_BHC = draw(1, 32, width, dtype=torch.bfloat16, device="cuda", seed=1)
+    lens = index([page], "cuda")
+    for blocks in (cache, cache[-1:].clone()):
+        table_BM = index([blocks.shape[0] - 1], "cuda").view(1, 1)
+        out = attention_decode(q_BHC, blocks[:, 0], blocks[:, 1], table_BM, lens, scale=0.1, max_kv_len=page)
+        wanted = dense_attention(q_BHC, cache[-1, 0], cache[-1, 1], scale=0.1, query_offset=page - 1)[0]
+        assert max_rel(out, wanted) < TOLERANCE[torch.bfloat16]
+
+
+@aot
+@pytest.mark.parametrize(
+    ("arch", "dtype", "width", "block_n", "num_stages"),
+    [*((arch, "bf16", 128, 64, 2) for arch in ARCHS), (80, "fp16", 96, 64, 2), (80, "fp32", 128, 32, 1)],
+)
+def test_kernels_compile_ahead_of_time(arch, dtype, width, block_n, num_stages):
+    pointers = {"q_ptr": f"*{dtype}", "k_ptr": f"*{dtype}", "v_ptr": f"*{dtype}", "tables_ptr": "*i32"}
+    pointers |= {"kv_lens_ptr": "*i32", "sums_ptr": "*fp32", "stats_ptr": "*fp32"}
+    numbers = {"scale_log2": "fp32", "page_size": "i32", "num_heads": "i32"}
+    strides = {f"stride_{name}": "i32" for name in ("qb", "qh", "kn", "kp", "kg", "vn", "vp", "vg", "tb")}
+    sizes = {"GROUP": 7, "WIDTH": width, "VALUE_WIDTH": width, "WINDOW": 512, "SPLIT_LEN": 256}
+    blocks = {"BLOCK_H": 16, "BLOCK_N": block_n, "BLOCK_C": 128, "BLOCK_V": 128}
+    args = {**pointers, **numbers, **strides, **sizes, **blocks}
+    compile_ahead(_decode_kernel, arch, args, num_stages=num_stages)
+    pointers = {"sums_ptr": "*fp32", "stats_ptr": "*fp32", "kv_lens_ptr": "*i32", "out_ptr": f"*{dtype}"}
+    numbers = {"num_splits": "i32", "num_heads": "i32"}
+    sizes = {"VALUE_WIDTH": width, "BLOCK_V": 128, "SPLIT_LEN": 256, "WINDOW": 512}
+    compile_ahead(_merge_splits_kernel, arch, {**pointers, **numbers, **sizes}, num_warps=2)
