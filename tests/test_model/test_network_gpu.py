@@ -145,7 +145,7 @@ def test_mid_size_networks_as_on_the_cpu(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", list(MID_SIZE))
 def test_mid_size_bits_do_not_depend_on_batch_or_chunks(name: str, tmp_path: Path) -> None:
-    """A prompt of 1500 (two rounds of MLA's workspace) alone, beside others, in chunks; its decode alone and among 130."""
+    """A prompt of 1500 (two rounds of MLA's workspace) alone, beside others, in chunks; its decode among 0 and 130."""
     model = load_mid_size(tmp_path, name, "cuda", torch.bfloat16)
     tokens = tokens_of(1500, 0)
     lonely = StepDriver(model, num_blocks=200)

@@ -154,7 +154,7 @@ def test_the_layer_runs_on_our_kernels(num_tokens: int) -> None:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         layer(x_TD, rows)
         torch.cuda.synchronize()
-    names = [event.name for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    names = [event.name for event in profile.events() or [] if str(event.device_type).endswith("CUDA")]
     for ours in ("_linear_kernel", "_route_kernel", "_grouped_gemm_kernel", "_combine_kernel"):
         assert any(ours in name for name in names), f"{ours} is missing among {names}"
     assert any("_pack_pairs_kernel" in name or "_rank_kernel" in name for name in names), names

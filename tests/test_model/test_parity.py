@@ -29,9 +29,8 @@ class Pair(NamedTuple):
     theirs: PreTrainedModel
 
 
-def load(folder: Path, dtype: torch.dtype = torch.float32, **options: int) -> CausalLM:
-    sizes = {"max_model_len": 512, "mla_workspace_tokens": 256} | options
-    return load_model(folder, dtype=dtype, device=torch.device("cpu"), **sizes)
+def load(folder: Path, dtype: torch.dtype = torch.float32) -> CausalLM:
+    return load_model(folder, dtype=dtype, device=torch.device("cpu"), max_model_len=512, mla_workspace_tokens=256)
 
 
 def prompts(*lengths: int, seed: int = 0) -> dict[str, list[int]]:
