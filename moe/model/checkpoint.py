@@ -98,11 +98,18 @@ class Checkpoint:
             if rule.expert is None or rule.expert in slots_of:
                 by_file.setdefault(self.files.tensors[rule.source].file, []).append(rule)
         meter = _Meter(self._bytes_to_read(by_file, len(slots_of)), progress)
+        stop = threading.Event()  # set by the first fault: it is told at once, not after the other files are read
 
         def load_file(file: Path) -> None:
-            with _Readers(self.files) as readers:
-                for rule in sorted(by_file[file], key=lambda rule: self.files.tensors[rule.source].entry.begin):
-                    meter.add(self._load_rule(rule, readers, targets, slots_of, count))
+            try:
+                with _Readers(self.files) as readers:
+                    for rule in sorted(by_file[file], key=lambda rule: self.files.tensors[rule.source].entry.begin):
+                        if stop.is_set():
+                            return
+                        meter.add(self._load_rule(rule, readers, targets, slots_of, count))
+            except BaseException:
+                stop.set()
+                raise
 
         with ThreadPoolExecutor(max_workers=min(_MAX_READERS, len(by_file))) as pool:
             tasks = [pool.submit(load_file, file) for file in sorted(by_file)]
@@ -110,8 +117,7 @@ class Checkpoint:
                 for task in tasks:
                     task.result()
             finally:
-                for task in tasks:
-                    task.cancel()
+                stop.set()  # an interrupt of this thread ends the readers too
         count.check()
         self._warn_of_other_head()
         return LoadReport(meter.done, time.perf_counter() - begin, self.files.ignored)
