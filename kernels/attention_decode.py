@@ -5,6 +5,7 @@ Knows pages, lengths and heads; knows neither layers nor requests.
     out_BHV[b, h] = sum over positions p of softmax_p(scale * q[b, h] . k[p]) * v[p]
     max(0, kv_len - window) <= p < kv_len   (without a window: 0 <= p < kv_len)
 """
+# pyright: reportCallIssue=false
 
 from __future__ import annotations
 

@@ -6,6 +6,7 @@ query_offsets[b] + i, key j at kv_starts[b] + j; a query sees keys at its own po
     out[i, h] = sum over seen j of softmax_j(scale * q[i, h] . k[j]) * v[j]
     lse[i, h] = ln of the sum over seen j of exp(scale * q[i, h] . k[j])
 """
+# pyright: reportCallIssue=false
 
 from __future__ import annotations
 

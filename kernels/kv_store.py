@@ -3,6 +3,7 @@
 Knows slots (block * P + offset in the block) and rows; who owns a block is the allocator's affair. A slot of -1 writes
 nothing. Two live tokens never share a slot.
 """
+# pyright: reportArgumentType=false
 
 from __future__ import annotations
 

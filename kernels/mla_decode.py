@@ -6,6 +6,7 @@ Knows pages, lengths and heads; the projections into and out of the latent space
     o_latent[b, h] = sum over p < kv_len of softmax_p(s) * c[p]
     cache row p = (c[p] of width L, k_pe[p] of width R), X = L + R
 """
+# pyright: reportCallIssue=false
 
 from __future__ import annotations
 

@@ -4,6 +4,7 @@ Knows lengths and partial softmax sums; knows neither keys nor pages. Its idea: 
 own length alone, never from the batch, and the merge goes from the first split to the last: the same bits in any
 company. A sequence of one split takes the same way.
 """
+# pyright: reportCallIssue=false
 
 from __future__ import annotations
 
