@@ -1,4 +1,4 @@
-"""What every launcher asks before it launches: where the tensors live, how sizes divide, whether shapes and dtypes agree.
+"""What every launcher asks before it launches: where tensors live, how sizes divide, whether shapes and dtypes agree.
 
 Knows tensors, devices and integers only. A failed check is a fault of the caller inside this project, so these are
 assertions; mistakes of users are caught earlier, where the configuration is read.

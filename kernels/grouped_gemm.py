@@ -63,7 +63,8 @@ def grouped_gemm_swiglu(
 #   fp32 accumulation. Rows from the slot's end on are neither read nor written; D and N are filled up with zeros.
 
 
-@triton.jit
+# Sizes of the batch are not specialised on: a kernel compiled in the middle of a run would stall it.
+@triton.jit(do_not_specialize=["tiles_m"])
 def _grouped_gemm_kernel(
     x_ptr,
     w_ptr,

@@ -58,7 +58,8 @@ def tile_of_program(program, tiles_m, tiles_n, GROUP_M: tl.constexpr):
     return first_m + (program % per_group) % rows, (program % per_group) // rows
 
 
-@triton.jit
+# Sizes of the batch are not specialised on: a kernel compiled in the middle of a run would stall it.
+@triton.jit(do_not_specialize=["num_rows"])
 def _linear_kernel(
     x_ptr,
     w_ptr,

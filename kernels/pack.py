@@ -70,7 +70,8 @@ def _load_slots(ids_ptr, slot_of_ptr, row, num_rows, num_experts, num_slots):
 #   grid (cdiv(R, BLOCK) + cdiv(S+1, BLOCK),): first the rows, then the offsets
 
 
-@triton.jit
+# Sizes of the batch are not specialised on: a kernel compiled in the middle of a run would stall it.
+@triton.jit(do_not_specialize=["num_rows"])
 def _pack_pairs_kernel(
     ids_ptr,
     slot_of_ptr,
@@ -113,7 +114,7 @@ def _pack_pairs_kernel(
 # Everything is a sum of integers in a fixed place: no atomics on global memory, no order to see.
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "num_blocks"])
 def _count_kernel(
     ids_ptr,
     slot_of_ptr,
@@ -134,7 +135,7 @@ def _count_kernel(
         tl.store(block_counts_ptr + counted.to(tl.int64) * num_blocks + block, count, mask=counted < num_slots)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_blocks"])
 def _sum_blocks_kernel(block_counts_ptr, slot_counts_ptr, num_blocks, BLOCK_B: tl.constexpr):
     slot = tl.program_id(0)
     counts_ptr = block_counts_ptr + slot.to(tl.int64) * num_blocks
@@ -147,7 +148,7 @@ def _sum_blocks_kernel(block_counts_ptr, slot_counts_ptr, num_blocks, BLOCK_B: t
     tl.store(slot_counts_ptr + slot, total)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "num_blocks"])
 def _rank_kernel(
     ids_ptr,
     slot_of_ptr,

@@ -40,7 +40,8 @@ def rmsnorm_residual(x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: f
 #   fp32 statistics. Columns from C on count as zero; BLOCK_R depends on C alone, so the number of rows changes no bits.
 
 
-@triton.jit
+# Sizes of the batch are not specialised on: a kernel compiled in the middle of a run would stall it.
+@triton.jit(do_not_specialize=["num_rows"])
 def _rmsnorm_kernel(
     x_ptr,
     residual_ptr,

@@ -156,7 +156,8 @@ def _losers_to_minus_inf(
     return tl.where(kept, selection, -float("inf"))
 
 
-@triton.jit
+# Sizes of the batch are not specialised on: a kernel compiled in the middle of a run would stall it.
+@triton.jit(do_not_specialize=["num_tokens"])
 def _route_kernel(
     logits_ptr,
     bias_ptr,

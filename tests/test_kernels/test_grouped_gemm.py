@@ -75,7 +75,8 @@ def check(run, counts, width, columns, *, dtype, device, swiglu, indexed, spare=
     torchs = plain(x_XD, w_SND, counts, index, swiglu=swiglu)
     exact = plain(x_XD.double(), w_SND.double(), counts, index, swiglu=swiglu)
     if used:
-        assert_close_as_torch(ours[:used], torchs, exact)
+        # In fp32 torch may split the sum over D, which rounds less than one long sum.
+        assert_close_as_torch(ours[:used], torchs, exact, 4.0 if dtype == torch.float32 else 1.5)
         assert max_rel(ours[:used, -1], exact[:, -1]) < 2e-2
 
 

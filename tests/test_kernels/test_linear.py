@@ -22,6 +22,9 @@ from tests.aot import ARCHS, aot, compile_ahead
 from tests.compare import assert_close_as_torch, assert_same_bits
 from tests.shapes import HIDDEN, NUM_TOKENS
 
+FACTOR = {torch.float32: 4.0, torch.float16: 1.5, torch.bfloat16: 1.5}
+"""Our error over torch's. In fp32 torch may split the sum over K, which rounds less than one long sum does."""
+
 
 def draw(*shape: int, dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(device=device, dtype=dtype)
@@ -40,7 +43,8 @@ def test_kernel_for_numbers_of_rows(backend, num_tokens):
     w_NK = draw(40, 72, dtype=backend.dtype, device=backend.device, seed=1)
     ours = linear_triton(poisoned_rows(x_MK), poisoned_rows(w_NK))
     assert ours.shape == (num_tokens, 40) and ours.dtype == backend.dtype
-    assert_close_as_torch(ours, functional.linear(x_MK, w_NK), functional.linear(x_MK.double(), w_NK.double()))
+    exact = functional.linear(x_MK.double(), w_NK.double())
+    assert_close_as_torch(ours, functional.linear(x_MK, w_NK), exact, FACTOR[backend.dtype])
 
 
 @pytest.mark.parametrize("width", HIDDEN)
@@ -53,7 +57,7 @@ def test_C43_kernel_for_router_shapes(backend, width, num_columns):
     ours = linear_triton(x_MK, w_NK, bias_N)
     torchs = functional.linear(x_MK, w_NK, bias_N)
     exact = functional.linear(x_MK.double(), w_NK.double(), bias_N.double())
-    assert_close_as_torch(ours, torchs, exact)
+    assert_close_as_torch(ours, torchs, exact, FACTOR[backend.dtype])
     assert float((ours[:, -1].double() - exact[:, -1]).abs().max()) <= float(exact.abs().max()) * 1e-2
 
 
@@ -99,7 +103,7 @@ def test_head_linear(backend):
     torchs = torch.einsum("bhk,hnk->bhn", x_BHK, w_HNK)
     exact = torch.einsum("bhk,hnk->bhn", x_BHK.double(), w_HNK.double())
     for run in (head_linear_triton, head_linear_reference):
-        assert_close_as_torch(run(x_BHK, w_HNK), torchs, exact)
+        assert_close_as_torch(run(x_BHK, w_HNK), torchs, exact, FACTOR[backend.dtype])
     assert head_linear(x_BHK[:0], w_HNK).shape == (0, 3, 24)
 
 

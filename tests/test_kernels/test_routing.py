@@ -293,7 +293,7 @@ def test_kernel_bits_do_not_depend_on_the_batch(name):
     whole, one = route(logits_TE, bias_E, rule), route(logits_TE[255:].clone(), bias_E, rule)
     assert_same_bits(one.weights_TK, whole.weights_TK[255:])
     assert torch.equal(one.expert_ids_TK, whole.expert_ids_TK[255:])
-    assert max_rel(whole.weights_TK, route_reference(logits_TE, bias_E, rule).weights_TK) < 1e-6
+    assert max_rel(whole.weights_TK, route_reference(logits_TE, bias_E, rule).weights_TK) < 3e-6
 
 
 @aot
