@@ -8,13 +8,14 @@ rows in a list gives it to the library, any difference gives it to the unsplit k
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.linear import linear
+from kernels.checks import uses_triton
+from kernels.linear import linear_reference, linear_triton
 
 # Where a library changes its mind: powers of two, their neighbours, and odd sizes between them.
 TRIED_ROWS = (
@@ -29,18 +30,20 @@ def forbid_split_k() -> None:
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = (False, False)  # pyright: ignore
 
 
+Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+"""(x_MK, weight_NK, bias_N or None) -> y_MN"""
+
+
 class Linear:
-    """y = x W^T + b. `use_library` is set once, by `Parameters.choose_products`."""
+    """y = x W^T + b. `product` is the unsplit one of its device until `Parameters.choose_products` is asked."""
 
     def __init__(self, weight_NK: Tensor, bias_N: Tensor | None = None) -> None:
         self.weight_NK = weight_NK
         self.bias_N = bias_N
-        self.use_library = False
+        self.product: Product = linear_triton if uses_triton(weight_NK) else linear_reference
 
     def __call__(self, x_MK: Tensor) -> Tensor:
-        if self.use_library:
-            return F.linear(x_MK, self.weight_NK, self.bias_N)
-        return linear(x_MK, self.weight_NK, self.bias_N)
+        return self.product(x_MK, self.weight_NK, self.bias_N)
 
 
 class Parameters:
@@ -65,12 +68,13 @@ class Parameters:
     def choose_products(self) -> dict[str, str]:
         """Try each distinct shape once on its device; returns shape -> "library" or "unsplit", to print at start."""
         chosen: dict[tuple[int, int, bool], bool] = {}
-        for product in self.linears.values():
-            num_outputs, num_inputs = product.weight_NK.shape
-            shape = (num_outputs, num_inputs, product.bias_N is not None)
+        for linear in self.linears.values():
+            num_outputs, num_inputs = linear.weight_NK.shape
+            shape = (num_outputs, num_inputs, linear.bias_N is not None)
             if shape not in chosen:
-                chosen[shape] = product.weight_NK.is_cuda and library_keeps_bits(product.weight_NK, product.bias_N)
-            product.use_library = chosen[shape]
+                chosen[shape] = linear.weight_NK.is_cuda and library_keeps_bits(linear.weight_NK, linear.bias_N)
+            if chosen[shape]:
+                linear.product = F.linear
         return {
             f"[{n}, {k}]{' + bias' if bias else ''}": "library" if library else "unsplit"
             for (n, k, bias), library in chosen.items()

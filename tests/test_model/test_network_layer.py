@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+from types import FrameType
+
 import pytest
 import torch
 
@@ -9,8 +13,9 @@ from expert_parallel.dispatcher import LocalDispatcher
 from expert_parallel.placement import Placement
 from kernels.routing import RoutingRule
 from moe.model.config import MoEConfig
+from moe.model.experts import DenseMLP
 from moe.model.layer import MoELayer
-from moe.model.linear import Parameters
+from moe.model.linear import Linear, Parameters
 from router.load import LoadCounter
 from tests.compare import assert_same_bits
 
@@ -160,3 +165,41 @@ def test_the_layer_runs_on_our_kernels(num_tokens: int) -> None:
     assert any("_pack_pairs_kernel" in name or "_rank_kernel" in name for name in names), names
     foreign = [name for name in names if any(word in name for word in ("cutlass", "cublas", "nvjet", "sgemm", "xmma"))]
     assert not foreign, foreign
+
+
+@pytest.mark.gpu
+def test_from_forward_to_a_launch_at_most_4_calls_and_4_files() -> None:
+    """The way of every launch, read off the stack where Triton is entered; shared experts, unsplit, included."""
+    layer = random_layer("cuda", torch.bfloat16)
+    layer.shared = DenseMLP(
+        torch.randn(2 * 128, 256, device="cuda", dtype=torch.bfloat16),
+        Linear(torch.randn(256, 128, device="cuda", dtype=torch.bfloat16)),
+    )
+    x_TD = torch.randn(5, 256, device="cuda", dtype=torch.bfloat16)
+    rows, root = all_rows(x_TD), str(Path(__file__).parents[2])
+    layer(x_TD, rows)
+    ways: set[tuple[str, ...]] = set()
+
+    def enter(frame: FrameType, event: str, _: object) -> None:
+        if event != "call" or "/triton/" not in frame.f_code.co_filename:
+            return
+        way: list[str] = []
+        caller = frame.f_back
+        while caller is not None and caller.f_code is not MoELayer.__call__.__code__:
+            if "/triton/" in caller.f_code.co_filename:
+                return  # already inside Triton
+            way.append(f"{caller.f_code.co_filename.removeprefix(root)}:{caller.f_code.co_name}")
+            caller = caller.f_back
+        if caller is not None:
+            ways.add(tuple(reversed(way)))
+
+    sys.setprofile(enter)
+    try:
+        layer(x_TD, rows)
+    finally:
+        sys.setprofile(None)
+    launched = [way for way in ways if way[-1].split(":")[0].startswith("/kernels/")]
+    assert len(launched) >= 6, ways  # logits, routing, packing, two products, the sum
+    for way in launched:
+        assert len(way) <= 4, way
+        assert len({place.split(":")[0] for place in way} | {"/moe/model/layer.py"}) <= 4, way
