@@ -94,16 +94,11 @@ def resolve_device(name: str) -> torch.device:
 
 
 def resolve_dtype(name: str, checkpoint: str, device: torch.device) -> torch.dtype:
-    """auto: the checkpoint's own on a GPU, float32 on the CPU. bfloat16 weights as float16 get a warning."""
+    """auto: the checkpoint's own on a GPU, float32 on the CPU."""
     if name == "auto":
         return DTYPES[checkpoint] if device.type == "cuda" else torch.float32
     if name not in DTYPES:
         raise ValueError(f"dtype={name!r} is not known; use auto, {', '.join(DTYPES)}.")
-    if name == "float16" and checkpoint == "bfloat16":
-        logger.warning(
-            "dtype=float16, but this checkpoint was trained in bfloat16: activations above 65504 overflow, and a "
-            "request that meets one ends with an error; dtype=bfloat16 or float32 has no such limit"
-        )
     return DTYPES[name]
 
 
