@@ -74,7 +74,7 @@ def _gather_kernel(
     BLOCK_B: tl.constexpr,
 ):
     row = tl.program_id(0)
-    sequence = row * 0
+    sequence = tl.full((), 0, tl.int32)
     for start in range(0, num_sequences, BLOCK_B):
         b = start + tl.arange(0, BLOCK_B)
         ends = tl.load(row_starts_ptr + 1 + b, mask=b < num_sequences, other=2147483647)

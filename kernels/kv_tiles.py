@@ -34,7 +34,7 @@ def gather_kv_tile(cache_NPGC: Tensor, block_tables_BM: Tensor, index_BW: Tensor
     tile_BGWC = rows.index_select(0, row_BGW.flatten()).view(*row_BGW.shape, width).float()
     if bool(valid_BW.all()):
         return tile_BGWC
-    return tile_BGWC.masked_fill(~valid_BW[:, None, :, None], 0.0)
+    return tile_BGWC.masked_fill_(~valid_BW[:, None, :, None], 0.0)
 
 
 def tile_product(a_IMK: Tensor, b_IKN: Tensor) -> Tensor:
