@@ -100,8 +100,8 @@ def dense_attention(
 
 
 def assert_accurate(ours: Tensor, torch_same_dtype: Tensor, exact_fp64: Tensor) -> None:
-    """In 16 bits: at most 1.5 times torch's own error. In fp32, where both are a matter of summation order: 2e-6."""
+    """In 16 bits: at most 1.5 times torch's own error. In fp32, where both are a matter of summation order: 1e-5."""
     if ours.dtype == torch.float32:
-        assert max_rel(ours, exact_fp64) < 2e-6, f"relative error {max_rel(ours, exact_fp64):.3e}"
+        assert max_rel(ours, exact_fp64) < 1e-5, f"relative error {max_rel(ours, exact_fp64):.3e}"
     else:
         assert_close_as_torch(ours, torch_same_dtype, exact_fp64)

@@ -25,7 +25,11 @@ TRIED_ROWS = (
 
 
 def forbid_split_k() -> None:
-    """Tell torch's vendor library to sum bf16 and fp16 products in fp32 and over the whole of K. Process-wide."""
+    """Tell torch's vendor library to sum bf16 and fp16 products in fp32 and over the whole of K. Process-wide.
+
+    Only cuBLASLt can be forbidden to split K, so torch is told to prefer it.
+    """
+    torch.backends.cuda.preferred_blas_library("cublaslt")
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = (False, False)  # pyright: ignore
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = (False, False)  # pyright: ignore
 
