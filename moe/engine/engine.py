@@ -13,11 +13,12 @@ import logging
 import time
 
 from configs.schema import Config
+from kv_cache.layout import KVLayout
 from kv_cache.pool import KVPool
 from kv_cache.prefix_cache import PrefixCache
 from moe.engine.answer import Answer, Sample, rejection
 from moe.engine.measure import measure_memory
-from moe.engine.memory_plan import plan_memory
+from moe.engine.memory_plan import MemoryPlan, plan_memory
 from moe.engine.parts import Parts, kv_layout, load_parts
 from moe.engine.request import Request, RequestOutput
 from moe.engine.runner import Runner, Sampled
@@ -59,24 +60,7 @@ class Engine:
             network.load = LoadCounter(parts.model.num_layers, parts.model.moe.num_experts, parts.device)
         layout = kv_layout(parts.model, cache.block_size, parts.dtype, cache.dtype)
         sampler = Sampler(parts.device, self.vocab_size)
-        memory = measure_memory(
-            network,
-            sampler,
-            layout,
-            parts.device,
-            max_batched_tokens=engine.max_batched_tokens,
-            max_num_seqs=engine.max_num_seqs,
-            max_model_len=self.max_model_len,
-        )
-        self.plan = plan_memory(
-            layout,
-            memory,
-            num_blocks=cache.num_blocks,
-            memory_fraction=cache.memory_fraction,
-            cpu_gb=cache.cpu_gb,
-            max_model_len=self.max_model_len,
-            max_num_seqs=engine.max_num_seqs,
-        )
+        self.plan = plan_cache(config, parts, layout, sampler)
         logger.info("%s", self.plan.table())
         pool = KVPool(layout, self.plan.num_blocks, parts.device)
         salt = (parts.name, parts.model.family, str(parts.dtype), str(layout.dtype))
@@ -303,6 +287,28 @@ class Engine:
     def _leave(self) -> None:
         self._stage, self._step_ids = IDLE, []
         self.watchdog.leave()
+
+
+def plan_cache(config: Config, parts: Parts, layout: KVLayout, sampler: Sampler) -> MemoryPlan:
+    """Measure what weights and steps take, and decide how many blocks the cache gets."""
+    memory = measure_memory(
+        parts.network,
+        sampler,
+        layout,
+        parts.device,
+        max_batched_tokens=config.engine.max_batched_tokens,
+        max_num_seqs=config.engine.max_num_seqs,
+        max_model_len=parts.max_model_len,
+    )
+    return plan_memory(
+        layout,
+        memory,
+        num_blocks=config.cache.num_blocks,
+        memory_fraction=config.cache.memory_fraction,
+        cpu_gb=config.cache.cpu_gb,
+        max_model_len=parts.max_model_len,
+        max_num_seqs=config.engine.max_num_seqs,
+    )
 
 
 def check_sizes(config: Config) -> None:

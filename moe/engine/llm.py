@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
+import torch
 from rich.progress import Progress
 
 from configs.schema import CacheConfig, Config, EngineConfig, SamplingConfig
@@ -110,7 +111,7 @@ class LLM:
         self._engine: Engine | None = Engine(self.config, parts=parts)
         self._lock = threading.RLock()
         self._boxes: dict[str, deque[RequestOutput]] = {}
-        self._ids = (f"request-{number}" for number in itertools.count())
+        self._numbers = itertools.count()
 
     def generate(
         self,
@@ -173,7 +174,7 @@ class LLM:
         """
         ready = self._encode(prompt, 0)
         engine = self._open()
-        request_id = request_id if request_id is not None else next(self._ids)
+        request_id = request_id if request_id is not None else self._next_id()
         return self._stream(engine, self._request(request_id, ready, params or SamplingParams()))
 
     def abort(self, request_id: str) -> bool:
@@ -208,8 +209,13 @@ class LLM:
         with self._lock:
             engine, self._engine = self._engine, None
             self._boxes.clear()
-        if engine is not None:
-            engine.close()
+        if engine is None:
+            return
+        engine.close()
+        on_gpu = engine.parts.device.type == "cuda"
+        del engine
+        if on_gpu:
+            torch.cuda.empty_cache()
 
     def __enter__(self) -> LLM:
         return self
@@ -244,6 +250,9 @@ class LLM:
             )
         return _Ids([int(token_id) for token_id in given], text)  # pyright: ignore[reportGeneralTypeIssues]
 
+    def _next_id(self) -> str:
+        return f"request-{next(self._numbers)}"
+
     def _request(self, request_id: str, prompt: _Ids, params: SamplingParams) -> Request:
         seed = self.config.sampling.seed
         return Request(request_id, prompt.token_ids, params, prompt=prompt.text, job_seed=seed)
@@ -252,7 +261,7 @@ class LLM:
         self, prompts: Sequence[_Ids], params: Sequence[SamplingParams], *, progress: bool
     ) -> list[RequestOutput]:
         engine = self._open()
-        requests = [self._request(next(self._ids), *each) for each in zip(prompts, params, strict=True)]
+        requests = [self._request(self._next_id(), *each) for each in zip(prompts, params, strict=True)]
         outputs: list[RequestOutput] = []
         with Progress(disable=not progress) as bar, _Owner(self, engine, [each.request_id for each in requests]):
             task = bar.add_task("prompts", total=len(requests))

@@ -76,6 +76,7 @@ def load_parts(config: Config) -> Parts:
 
 
 def read_config(folder: Path) -> ModelConfig:
+    """The network that the folder's config.json describes; ValueError where there is none."""
     config_file = folder / "config.json"
     if not config_file.is_file():
         raise ValueError(f"model: {folder} holds no config.json; give the folder of a checkpoint.")

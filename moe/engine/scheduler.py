@@ -227,6 +227,8 @@ class Scheduler:
         if not self.cache.enabled:
             return
         num_full = sequence.num_computed // self.cache.block_size
+        if num_full == sequence.num_committed:
+            return
         keys = sequence.known_keys(self.cache.root, num_full)
         for index in range(sequence.num_committed, num_full):
             self.cache.commit(sequence.table, index, keys[index])

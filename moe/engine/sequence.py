@@ -22,6 +22,8 @@ from moe.engine.request import Request, TokenLogprobs
 
 
 class Status(Enum):
+    """Waiting sequences hold no blocks: new ones, and those that had to give way."""
+
     WAITING = "waiting"
     RUNNING = "running"
     FINISHED = "finished"
