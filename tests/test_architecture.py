@@ -21,7 +21,7 @@ ALLOWED = {
     "moe.engine": {"moe.model", "router", "kv_cache", "expert_parallel", "kernels", "configs"},
     "moe.batch": {"moe.engine", "moe.model", "router", "kv_cache", "expert_parallel", "kernels", "configs"},
     "launch": {"moe", "moe.batch", "moe.engine", "moe.model", "router", "kv_cache", "expert_parallel", "configs"},
-    "moe": {"moe.engine", "moe.model", "configs"},  # moe/__init__.py, the public face, and moe/version.py
+    "moe": {"moe.engine", "moe.model", "configs", "kernels"},  # moe/__init__.py, the public face, and moe/version.py
 }
 LAYERS = sorted(ALLOWED)
 TOP = {name.split(".")[0] for name in LAYERS} | {"tests", "benchmarks", "tools"}
@@ -177,8 +177,9 @@ def test_public_things_have_docstrings() -> None:
         for node in tree.body:
             if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_"):
                 # A Triton kernel's description is the comment block above it: pointers, shapes, grid, padding.
-                is_kernel = any("jit" in ast.unparse(decorator) for decorator in node.decorator_list)
-                if not is_kernel and not ast.get_docstring(node):
+                # Overloads are the types of one function, which has the docstring.
+                decorators = " ".join(ast.unparse(decorator) for decorator in node.decorator_list)
+                if "jit" not in decorators and "overload" not in decorators and not ast.get_docstring(node):
                     missing.append(f"{name}:{node.lineno} {node.name}")
     assert not missing, "\n".join(missing)
 
