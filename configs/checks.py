@@ -42,8 +42,6 @@ def _check_choices(config: Config) -> None:
     for name in ("revision", "tokenizer", "input", "output"):
         if getattr(config, name) == "":
             raise ValueError(f"{name}='' is empty; leave the key out or give a value.")
-    if config.engine.cuda_graphs:
-        raise ValueError("engine.cuda_graphs=true: this version has no CUDA graphs yet; leave it false.")
 
 
 def _check_sampling(config: Config) -> None:

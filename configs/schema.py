@@ -60,7 +60,7 @@ class EngineConfig(Section):
     max_num_seqs: int = key(256, "most answers in progress at a time")
     max_batched_tokens: int = key(8192, "token budget of one step")
     prefill_chunk: int | None = key(None, "most prompt tokens of one request in one step; null: the token budget")
-    cuda_graphs: bool = key(False, "replay decode steps as CUDA graphs")
+    cuda_graphs: bool = key(True, "replay decode steps as CUDA graphs (on a GPU)")
     mla_workspace_tokens: int = key(32768, "rows of expanded keys and values that MLA prefill holds at a time")
     step_timeout_s: float = key(300.0, "the watchdog speaks when one step takes longer")
     force_preempt_every: int = key(0, "tests: preempt the newest running request every so many steps; 0: never")

@@ -19,12 +19,10 @@ class LoadCounter:
         # One bin more than experts: rows that belong to no token fall there, so that adding needs no host decision.
         self._counts_LE1 = torch.zeros((num_layers, num_experts + 1), dtype=torch.int64, device=device)
 
-    def add(self, layer_index: int, expert_ids_TK: Tensor, real_T: Tensor | None = None) -> None:
-        """Add one step of one layer. No host sync. `real_T` (bool) is False for padding rows; None: all are real."""
+    def add(self, layer_index: int, expert_ids_TK: Tensor) -> None:
+        """Add one step of one layer. No host sync. Ids outside [0, E), such as the -1 of padding rows, do not count."""
         ids_TK = expert_ids_TK.long()
         known_TK = (ids_TK >= 0) & (ids_TK < self.num_experts)
-        if real_T is not None:
-            known_TK &= real_T[:, None]
         bins_X = torch.where(known_TK, ids_TK, self.num_experts).reshape(-1)
         self._counts_LE1[layer_index].scatter_add_(0, bins_X, torch.ones_like(bins_X))
 

@@ -17,6 +17,7 @@ from kv_cache.layout import KVLayout
 from kv_cache.pool import KVPool
 from kv_cache.prefix_cache import PrefixCache
 from moe.engine.answer import Answer, Sample, rejection
+from moe.engine.cuda_graphs import DecodeGraphs
 from moe.engine.measure import measure_memory
 from moe.engine.memory_plan import MemoryPlan, plan_memory
 from moe.engine.parts import Parts, kv_layout, load_parts
@@ -58,6 +59,7 @@ class Engine:
         network = parts.network
         if network.load is None:
             network.load = LoadCounter(parts.model.num_layers, parts.model.moe.num_experts, parts.device)
+        use_graphs = engine.cuda_graphs and parts.device.type == "cuda"
         layout = kv_layout(parts.model, cache.block_size, parts.dtype, cache.dtype)
         sampler = Sampler(parts.device, self.vocab_size)
         self.plan = plan_cache(config, parts, layout, sampler)
@@ -81,6 +83,16 @@ class Engine:
             vocab_size=self.vocab_size,
             eos_ids=parts.eos_ids,
             decode=parts.decode_one if parts.tokenizer is not None else None,
+            graphs=DecodeGraphs(
+                network,
+                pool.layers,
+                parts.device,
+                max_num_seqs=self.scheduler.max_num_seqs,
+                max_model_len=self.max_model_len,
+                block_size=cache.block_size,
+            )
+            if use_graphs
+            else None,
         )
         self.stats = EngineStats(kv_blocks_total=self.plan.num_blocks)
         self.watchdog = Watchdog(engine.step_timeout_s)

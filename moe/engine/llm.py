@@ -56,6 +56,7 @@ class LLM:
         device: "auto" is the GPU where there is one.
         block_size, num_blocks, memory_fraction, cpu_gb, enable_prefix_caching: the KV cache, see configs.schema.
         max_num_seqs, max_batched_tokens, prefill_chunk: what one step may hold.
+        cuda_graphs: replay decode steps, on a GPU.
         config: everything at once, instead of all the arguments above.
 
     The same prompt, seed and model give the same token ids whatever else is asked at the same time.
@@ -80,6 +81,7 @@ class LLM:
         max_num_seqs: int = EngineConfig.max_num_seqs,
         max_batched_tokens: int = EngineConfig.max_batched_tokens,
         prefill_chunk: int | None = None,
+        cuda_graphs: bool = EngineConfig.cuda_graphs,
         force_preempt_every: int = 0,
         config: Config | None = None,
         parts: Parts | None = None,
@@ -97,6 +99,7 @@ class LLM:
                 max_num_seqs=max_num_seqs,
                 max_batched_tokens=max_batched_tokens,
                 prefill_chunk=prefill_chunk,
+                cuda_graphs=cuda_graphs,
                 force_preempt_every=force_preempt_every,
                 seed=seed,
             ),

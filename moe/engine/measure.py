@@ -10,8 +10,8 @@ import torch
 from kv_cache.layout import KVLayout
 from kv_cache.pool import KVPool
 from moe.engine.memory_plan import DeviceMemory
+from moe.engine.network import Network
 from moe.engine.request import SamplingParams
-from moe.engine.runner import Network
 from moe.engine.sampler import Sampler, SampleRow, SamplingBatch
 from moe.engine.scheduler import PROMPT_LOGIT_ROWS
 from moe.model.step_input import DecodeBatch, PrefillBatch, StepInput
@@ -26,29 +26,36 @@ def measure_memory(
     max_batched_tokens: int,
     max_num_seqs: int,
     max_model_len: int,
+    cuda_graphs: bool = False,
 ) -> DeviceMemory:
-    """Weights by their sizes; on a GPU also the peak of the largest prefill and the largest decode step."""
+    """Weights by their sizes; on a GPU also the peak of the largest prefill and the largest decode step.
+
+    Captured graphs share memory among themselves but not with other steps: the largest decode step counts once more.
+    """
     weights = sum(tensor.nbytes for tensor in network.targets().values())
     if device.type != "cuda":
         return DeviceMemory("cpu", None, weights, 0)
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats(device)
     pool = KVPool(layout, 1, device)
     num_rows = min(max_num_seqs, max_batched_tokens)
     steps = (
         prefill_step(max_batched_tokens, num_rows, max_model_len, layout.block_size, device),
         decode_step(num_rows, max_model_len, layout.block_size, device),
     )
+    before = torch.cuda.memory_allocated(device)
+    peaks: list[int] = []
     params = SamplingParams(temperature=1.0, top_p=0.9, repetition_penalty=1.1)  # every stage that takes memory
     with torch.inference_mode():
         for step in steps:
+            torch.cuda.reset_peak_memory_stats(device)
             logits_BV = network.forward(step, pool.layers)[:num_rows]
             rows = [SampleRow(params, 0, 1, [0], [], 0)] * logits_BV.shape[0]
             sampler.sample(logits_BV, SamplingBatch.build(rows, device))
             del logits_BV
+            peaks.append(torch.cuda.max_memory_allocated(device))
     torch.cuda.synchronize(device)
-    workspace = torch.cuda.max_memory_allocated(device) - weights - pool.num_bytes
+    workspace = max(peaks) - weights - pool.num_bytes + (peaks[-1] - before if cuda_graphs else 0)
     del pool, steps
     if network.load is not None:
         network.load.reset()

@@ -14,7 +14,7 @@ import torch
 
 from configs.schema import Config
 from kv_cache.layout import KVLayout
-from moe.engine.runner import Network
+from moe.engine.network import Network
 from moe.engine.tokenizer import Tokenizer
 from moe.model.config import MLAConfig, ModelConfig
 from moe.model.families.registry import parse_config

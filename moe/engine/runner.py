@@ -13,34 +13,23 @@ from __future__ import annotations
 from collections.abc import Callable
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from kv_cache.pool import KVPool
+from moe.engine.cuda_graphs import DecodeGraphs, DecodeRows
+from moe.engine.network import Network
 from moe.engine.request import TokenLogprobs
 from moe.engine.sampler import Sampler, SampleRow, SamplingBatch
 from moe.engine.scheduler import Chunk, Schedule
 from moe.engine.sequence import Sequence
+from moe.engine.upload import upload
 from moe.model.step_input import DecodeBatch, PrefillBatch, StepInput
-from router.load import LoadCounter
 
-# Pieces of the one upload begin at multiples of this, so that kernels see aligned pointers whatever the batch is.
-ALIGNMENT = 16
 # Tables are padded to a multiple of this many entries: fewer distinct strides, fewer compilations.
 TABLE_STEP = 16
-
-
-class Network(Protocol):
-    """What the engine asks of a model. `forward`: fp32 logits [B', V] of the rows `step.logits_rows_B`."""
-
-    load: LoadCounter | None
-
-    def forward(self, step: StepInput, kv_caches: Rows[Tensor]) -> Tensor: ...
-
-    def targets(self) -> dict[str, Tensor]: ...
 
 
 @dataclass(frozen=True)
@@ -53,7 +42,10 @@ class Sampled:
 
 
 class Runner:
-    """Runs schedules on one device. `decode` gives the text of one token, for log-probabilities; None: no texts."""
+    """Runs schedules on one device. `decode` gives the text of one token, for log-probabilities; None: no texts.
+
+    With `graphs`, steps of decode rows alone are replayed; all others are launched one kernel after another.
+    """
 
     def __init__(
         self,
@@ -66,8 +58,10 @@ class Runner:
         vocab_size: int,
         eos_ids: frozenset[int] = frozenset(),
         decode: Callable[[int], str] | None = None,
+        graphs: DecodeGraphs | None = None,
     ) -> None:
         self.network = network
+        self.graphs = graphs
         self.sampler = sampler
         self.pool = pool
         self.device = device
@@ -82,9 +76,9 @@ class Runner:
         enter("prepare")
         sampled = [sequence for sequence in schedule.decodes if sequence.needs_token(sequence.num_computed + 1)]
         sampled += [chunk.sequence for chunk in schedule.chunks if chunk.sequence.needs_token(chunk.end)]
-        step = self.step_input(schedule)
-        enter("forward")
-        logits_BV = self.network.forward(step, self.pool.layers)
+        logits_BV = (
+            self._replay(schedule, enter) if self.graphs and not schedule.chunks else self._launch(schedule, enter)
+        )
         enter("sample")
         self._prompt_logprobs(schedule, logits_BV[len(sampled) :])
         if not sampled:
@@ -98,26 +92,50 @@ class Runner:
             for sequence, token_id, each in zip(sampled, ids, logprobs, strict=True)
         ]
 
+    def _launch(self, schedule: Schedule, enter: Callable[[str], None]) -> Tensor:
+        """Logits of the rows that need a token, then of the prompt rows whose log-probabilities are wanted."""
+        step = self.step_input(schedule)
+        enter("forward")
+        return self.network.forward(step, self.pool.layers)
+
+    def _replay(self, schedule: Schedule, enter: Callable[[str], None]) -> Tensor:
+        """The same of a step without chunks, through a captured graph, which gives the logits of every row."""
+        assert self.graphs is not None, "a replay was asked of a runner without graphs"
+        rows = self._decode_rows(schedule.decodes)
+        self._check(rows.token_ids, rows.positions, rows.slots, schedule.decodes)
+        enter("forward")
+        logits_BV = self.graphs.forward(rows)
+        wanted = _logits_rows(schedule)
+        if len(wanted) == len(schedule.decodes):
+            return logits_BV
+        return logits_BV[upload([np.array(wanted, np.int64)], self.device)[0]]
+
+    def _decode_rows(self, decodes: Rows[Sequence]) -> DecodeRows:
+        token_ids = np.array([sequence.token_at(sequence.num_computed) for sequence in decodes], np.int64)
+        positions = np.array([sequence.num_computed for sequence in decodes], np.int64)
+        tables = self._tables(decodes)
+        size = self.pool.layout.block_size
+        blocks = tables[np.arange(len(decodes)), positions // size].astype(np.int64)
+        return DecodeRows(token_ids, positions, blocks * size + positions % size, tables)
+
     def step_input(self, schedule: Schedule) -> StepInput:
         """The schedule's tensors, checked against the pool and the position table."""
         decodes, chunks = schedule.decodes, schedule.chunks
         token_ids = np.empty(schedule.num_tokens, np.int64)
         positions = np.empty(schedule.num_tokens, np.int64)
-        decode_tables = self._tables(decodes)
+        slots = np.empty(schedule.num_tokens, np.int64)
+        decoded = self._decode_rows(decodes)
         prefill_tables = self._tables([chunk.sequence for chunk in chunks])
         size = self.pool.layout.block_size
-        for row, sequence in enumerate(decodes):
-            token_ids[row] = sequence.token_at(sequence.num_computed)
-            positions[row] = sequence.num_computed
-        tables = [decode_tables[np.arange(len(decodes)), positions[: len(decodes)] // size]]
         row = len(decodes)
+        token_ids[:row], positions[:row], slots[:row] = decoded.token_ids, decoded.positions, decoded.slots
         for index, chunk in enumerate(chunks):
             rows = slice(row, row + chunk.length)
             token_ids[rows] = chunk.sequence.prompt_ids[chunk.start : chunk.end]
             positions[rows] = np.arange(chunk.start, chunk.end)
-            tables.append(prefill_tables[index, positions[rows] // size])
+            blocks = prefill_tables[index, positions[rows] // size].astype(np.int64)
+            slots[rows] = blocks * size + positions[rows] % size
             row += chunk.length
-        slots = np.concatenate(tables).astype(np.int64) * size + positions % size
         lengths = np.array([chunk.length for chunk in chunks], np.int64)
         decode_lens = positions[: len(decodes)] + 1
         prefill_lens = np.array([chunk.end for chunk in chunks], np.int64)
@@ -127,7 +145,7 @@ class Runner:
             positions,
             slots,
             np.array(_logits_rows(schedule), np.int64),
-            decode_tables,
+            decoded.tables,
             decode_lens.astype(np.int32),
             prefill_tables,
             np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32),
@@ -197,24 +215,6 @@ class Runner:
             eos_ids=self.eos_ids,
             counts=sequence.token_counts(),
         )
-
-
-def upload(arrays: Rows[np.ndarray], device: torch.device) -> list[Tensor]:
-    """The same arrays on the device, through one pinned buffer and one copy (on the CPU: views of it)."""
-    starts, end = [], 0
-    for array in arrays:
-        starts.append(end)
-        end += -(-array.nbytes // ALIGNMENT) * ALIGNMENT
-    host = torch.empty(end, dtype=torch.uint8, pin_memory=device.type == "cuda")
-    host_bytes = host.numpy()
-    for start, array in zip(starts, arrays):
-        host_bytes[start : start + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-    there = host.to(device, non_blocking=True)
-    dtypes = {np.dtype(np.int64): torch.int64, np.dtype(np.int32): torch.int32}
-    return [
-        there[start : start + array.nbytes].view(dtypes[array.dtype]).view(array.shape)
-        for start, array in zip(starts, arrays)
-    ]
 
 
 def _assemble(

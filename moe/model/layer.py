@@ -6,6 +6,7 @@ for the device and no shape depends on the routing.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from expert_parallel.dispatcher import Dispatcher
@@ -34,11 +35,13 @@ class MoELayer:
     def __call__(
         self, x_TD: Tensor, all_rows_2: Tensor, load: LoadCounter | None = None, real_T: Tensor | None = None
     ) -> Tensor:
-        """Rows in, rows out. `all_rows_2` is (0, T) on the device; `load` counts the rows that `real_T` calls real."""
-        routing = self.gate(x_TD)
+        """Rows in, rows out. `all_rows_2` is (0, T) on the device. Rows that `real_T` calls padding go to no expert."""
+        expert_ids_TK, weights_TK = self.gate(x_TD)
+        if real_T is not None:
+            expert_ids_TK = torch.where(real_T[:, None], expert_ids_TK, -1)
         if load is not None:
-            load.add(self.index, routing.expert_ids_TK, real_T)
-        inputs = self.dispatcher.dispatch(x_TD, routing.expert_ids_TK, routing.weights_TK)
+            load.add(self.index, expert_ids_TK)
+        inputs = self.dispatcher.dispatch(x_TD, expert_ids_TK, weights_TK)
         y_RD = self.experts(inputs)
         out_TD = self.dispatcher.combine(y_RD, inputs.handle)
         if self.shared is not None:

@@ -31,7 +31,6 @@ def test_defaults_pass() -> None:
         ({"model": ""}, "model='' is empty"),
         ({"output": ""}, "output='' is empty"),
         ({"engine__device": "tpu"}, "engine.device='tpu' is unknown"),
-        ({"engine__cuda_graphs": True}, "engine.cuda_graphs=true: this version has no CUDA graphs yet"),
         ({"engine__max_model_len": 0}, "engine.max_model_len=0 is out of range; give a value from 1 up."),
         ({"engine__max_num_seqs": 0}, "engine.max_num_seqs=0 is out of range"),
         ({"engine__step_timeout_s": 0.0}, "engine.step_timeout_s=0.0 is out of range; give a value above 0 up."),

@@ -1,0 +1,21 @@
+"""What the engine asks of a model. Knows no implementation of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from moe.model.step_input import StepInput
+from router.load import LoadCounter
+
+
+class Network(Protocol):
+    """`forward`: fp32 logits [B', V] of the rows `step.logits_rows_B`. `targets`: all parameters by name."""
+
+    load: LoadCounter | None
+
+    def forward(self, step: StepInput, kv_caches: Sequence[Tensor]) -> Tensor: ...
+
+    def targets(self) -> dict[str, Tensor]: ...
