@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kernels.count import count_ids_
+
 
 class LoadCounter:
     """Counts for every layer of the network by its index (a layer without experts stays at zero)."""
@@ -16,22 +18,18 @@ class LoadCounter:
     def __init__(self, num_layers: int, num_experts: int, device: torch.device | str) -> None:
         self.num_layers = num_layers
         self.num_experts = num_experts
-        # One bin more than experts: rows that belong to no token fall there, so that adding needs no host decision.
-        self._counts_LE1 = torch.zeros((num_layers, num_experts + 1), dtype=torch.int64, device=device)
+        self._counts_LE = torch.zeros((num_layers, num_experts), dtype=torch.int64, device=device)
 
     def add(self, layer_index: int, expert_ids_TK: Tensor) -> None:
         """Add one step of one layer. No host sync. Ids outside [0, E), such as the -1 of padding rows, do not count."""
-        ids_TK = expert_ids_TK.long()
-        known_TK = (ids_TK >= 0) & (ids_TK < self.num_experts)
-        bins_X = torch.where(known_TK, ids_TK, self.num_experts).reshape(-1)
-        self._counts_LE1[layer_index].scatter_add_(0, bins_X, torch.ones_like(bins_X))
+        count_ids_(self._counts_LE[layer_index], expert_ids_TK)
 
     def snapshot(self) -> Tensor:
         """Counts so far, int64 [layers, E] on the CPU. Waits for the device."""
-        return self._counts_LE1[:, : self.num_experts].cpu().clone()
+        return self._counts_LE.cpu().clone()
 
     def reset(self) -> None:
-        self._counts_LE1.zero_()
+        self._counts_LE.zero_()
 
 
 def balancedness(counts_LX: Tensor) -> float:

@@ -128,6 +128,17 @@ def random_layer(device: str, dtype: torch.dtype, width: int = 256, num_experts:
     return MoELayer(moe, 0, parameters, LocalDispatcher(slots, num_experts))
 
 
+def test_padding_rows_go_to_no_expert() -> None:
+    layer, load = random_layer("cpu", torch.float32), LoadCounter(1, 16, "cpu")
+    x_TD = torch.randn(5, 256)
+    rows = all_rows(x_TD)
+    whole_TD = layer(x_TD, rows)
+    padded_TD = layer(x_TD, rows, load, torch.tensor([True, False, True, True, False]))
+    assert torch.equal(padded_TD[[0, 2, 3]], whole_TD[[0, 2, 3]])
+    assert bool((padded_TD[[1, 4]] == 0).all())
+    assert int(load.snapshot().sum()) == 3 * 4
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_tokens", [1, 17, 300])
 def test_the_layer_never_waits_for_the_device(num_tokens: int) -> None:
