@@ -66,6 +66,8 @@ class _Inputs:
         ]
         self.there = place(self.arrays, pinned=True).to(device)
         self.tensors = views(self.there, self.arrays)
+        # Made once and kept: a graph goes on reading what it was captured with.
+        self.rows_B = torch.arange(size, device=device)
 
     def step(self, max_kv_len: int) -> StepInput:
         token_ids_T, positions_T, slots_T, tables_BM, kv_lens_B, real_T = self.tensors
@@ -77,7 +79,7 @@ class _Inputs:
             num_decode=size,
             decode=DecodeBatch(tables_BM, kv_lens_B, max_kv_len),
             prefill=None,
-            logits_rows_B=torch.arange(size, device=token_ids_T.device),
+            logits_rows_B=self.rows_B,
             real_T=real_T,
         )
 

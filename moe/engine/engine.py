@@ -10,6 +10,7 @@ Not thread-safe: LLM holds a lock around every call.
 from __future__ import annotations
 
 import logging
+import math
 import time
 
 from configs.schema import Config
@@ -21,7 +22,7 @@ from moe.engine.cuda_graphs import DecodeGraphs
 from moe.engine.measure import measure_memory
 from moe.engine.memory_plan import MemoryPlan, plan_memory
 from moe.engine.parts import Parts, kv_layout, load_parts
-from moe.engine.request import Request, RequestOutput
+from moe.engine.request import Request, RequestOutput, TokenLogprobs
 from moe.engine.runner import Runner, Sampled
 from moe.engine.sampler import Sampler
 from moe.engine.scheduler import Schedule, Scheduler
@@ -35,6 +36,7 @@ from router.load import LoadCounter, balancedness
 logger = logging.getLogger(__name__)
 
 IDLE = "between steps"
+NAMED_REQUESTS = 8  # a step may hold hundreds; its message stays readable
 
 
 class StepError(RuntimeError):
@@ -42,14 +44,15 @@ class StepError(RuntimeError):
 
     def __init__(self, stage: str, request_ids: list[str], cause: BaseException) -> None:
         self.stage, self.request_ids = stage, request_ids
-        super().__init__(f"stage {stage!r} failed for requests {request_ids}: {type(cause).__name__}: {cause}")
+        shown = ", ".join(request_ids[:NAMED_REQUESTS])
+        more = f" and {len(request_ids) - NAMED_REQUESTS} more" if len(request_ids) > NAMED_REQUESTS else ""
+        super().__init__(f"stage {stage!r} failed for requests {shown}{more}: {type(cause).__name__}: {cause}")
 
 
 class Engine:
-    """Continuous batching over one network. `parts` None loads what the config names."""
+    """Continuous batching over one network, by a config that was checked. `parts` None loads what it names."""
 
     def __init__(self, config: Config, *, parts: Parts | None = None) -> None:
-        check_sizes(config)
         self.config = config
         self.parts = parts = parts or load_parts(config)
         self.tokenizer = parts.tokenizer
@@ -252,20 +255,27 @@ class Engine:
         sample = answer.samples[token.sequence.index]
         if token.token_id < 0:
             position = token.sequence.num_tokens
-            self._fail(answer, f"the model's logits for position {position} hold NaN or infinity; no token was drawn.")
+            error = f"the model's logits for position {position} hold NaN or infinity; no token was drawn."
+            self._fail(answer, error, forget=True)
+            return
+        if not sample.sequence.output_ids and _has_nan(sample.sequence.prompt_logprobs):
+            self._fail(answer, "the model's logits for a prompt position hold NaN or infinity.", forget=True)
             return
         sample.accept(token.token_id, token.logprobs)
         self.stats.output_tokens += 1
         if sample.finish_reason is not None:
             self.scheduler.finish(sample.sequence)
 
-    def _fail(self, answer: Answer, error: str) -> None:
-        """One sample's fault ends the whole request; samples that had ended keep their ending."""
+    def _fail(self, answer: Answer, error: str, *, forget: bool = False) -> None:
+        """One sample's fault ends the whole request; samples that had ended keep their ending.
+
+        `forget`: its cache may hold NaN and is not to be found by others.
+        """
         answer.error = error
         for sample in answer.samples:
             if sample.finish_reason is None:
                 sample.fail()
-            self.scheduler.finish(sample.sequence)
+            self.scheduler.finish(sample.sequence, forget=forget)
 
     def _close(self, answer: Answer) -> None:
         """The one way out of the engine, whatever the ending."""
@@ -301,6 +311,10 @@ class Engine:
         self.watchdog.leave()
 
 
+def _has_nan(prompt_logprobs: list[TokenLogprobs | None]) -> bool:
+    return any(math.isnan(each.logprob) for entry in prompt_logprobs if entry for each in entry.values())
+
+
 def plan_cache(config: Config, parts: Parts, layout: KVLayout, sampler: Sampler) -> MemoryPlan:
     """Measure what weights and steps take, and decide how many blocks the cache gets."""
     memory = measure_memory(
@@ -321,17 +335,3 @@ def plan_cache(config: Config, parts: Parts, layout: KVLayout, sampler: Sampler)
         max_model_len=parts.max_model_len,
         max_num_seqs=config.engine.max_num_seqs,
     )
-
-
-def check_sizes(config: Config) -> None:
-    """The engine's own keys, before anything is loaded."""
-    engine = config.engine
-    sizes: tuple[tuple[str, int | None, int], ...] = (
-        ("engine.max_num_seqs", engine.max_num_seqs, 1),
-        ("engine.max_batched_tokens", engine.max_batched_tokens, 1),
-        ("engine.prefill_chunk", engine.prefill_chunk, 1),
-        ("engine.force_preempt_every", engine.force_preempt_every, 0),
-    )
-    for name, value, low in sizes:
-        if value is not None and value < low:
-            raise ValueError(f"{name}={value} must be at least {low}.")

@@ -22,17 +22,22 @@ def test_the_ladder_covers_every_batch_with_little_padding(most: int) -> None:
         assert size - batch <= max(batch / 4, 1) or size - batch <= 15
 
 
-def answers(folder: Path, *, graphs: bool, **options: int) -> tuple[list[list[int]], list[list[int]], LLM]:
+def answers(folder: Path, *, graphs: bool, **options: int):
     """Token ids of 21 mixed requests and what each expert was given, with or without replay."""
     llm = LLM(str(folder), device="cuda", dtype="bfloat16", num_blocks=400, cuda_graphs=graphs, **options)
     generator = torch.Generator().manual_seed(3)
     prompts = [torch.randint(4, 250, (3 + 5 * i,), generator=generator).tolist() for i in range(21)]
     params = [
-        SamplingParams(max_tokens=5 + 3 * (i % 6), temperature=0.7 * (i % 2), ignore_eos=True, detokenize=False)
+        SamplingParams(max_tokens=5 + 3 * (i % 6), temperature=0.7 * (i % 2), seed=i, ignore_eos=True, detokenize=False)
         for i in range(21)
     ]
-    outputs = llm.generate(prompts, params)
-    return [list(each.outputs[0].token_ids) for each in outputs], llm.stats().expert_counts, llm
+    ids = [list(each.outputs[0].token_ids) for each in llm.generate(prompts, params)]
+    loads = llm.stats().expert_counts
+    # What a graph reads must outlive its capture: fill all that was given back meanwhile, then replay.
+    junk = [torch.full((size,), 2**40, device="cuda") for size in (1, 2, 4, 8, 32, 64, 512, 2**20) for _ in range(64)]
+    again = [list(each.outputs[0].token_ids) for each in llm.generate(prompts, params)]
+    assert again == ids and len(junk) == 512
+    return ids, loads, llm
 
 
 @pytest.mark.gpu

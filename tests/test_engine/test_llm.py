@@ -238,7 +238,7 @@ def test_a_failed_step_reaches_the_caller(folder: Path) -> None:
     def fail(step: StepInput) -> None:
         raise RuntimeError("CUDA error")
 
-    message = r"stage 'forward' failed for requests \['request-0'\]: RuntimeError: CUDA"
+    message = r"stage 'forward' failed for requests request-0: RuntimeError: CUDA"
     with make(folder, FakeNetwork(before_forward=fail)) as llm, pytest.raises(StepError, match=message):
         llm.generate([[1]], PARAMS)
 
