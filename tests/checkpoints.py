@@ -13,16 +13,12 @@ from transformers import PreTrainedModel
 
 from moe.model.checkpoint import Checkpoint
 from moe.model.config import ModelConfig
-from moe.model.families.registry import parse_config
+from moe.model.families.registry import read_config
 from moe.model.parameter_shapes import parameter_shapes
 from tests.compare import assert_same_bits
 from tests.tiny_models import write_config
 
 INDEX = "model.safetensors.index.json"
-
-
-def read_config(folder: Path) -> ModelConfig:
-    return parse_config(json.loads((folder / "config.json").read_text()))
 
 
 def open_folder(folder: Path) -> Checkpoint:

@@ -5,10 +5,8 @@ Knows where a checkpoint's parts lie and which dtype, device and length they get
 
 from __future__ import annotations
 
-import json
 import logging
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
@@ -17,7 +15,7 @@ from kv_cache.layout import KVLayout
 from moe.engine.network import Network
 from moe.engine.tokenizer import Tokenizer
 from moe.model.config import MLAConfig, ModelConfig
-from moe.model.families.registry import parse_config
+from moe.model.families.registry import read_config
 from moe.model.hub import resolve_model
 from moe.model.load_model import load_model
 
@@ -73,14 +71,6 @@ def load_parts(config: Config) -> Parts:
         mla_workspace_tokens=config.engine.mla_workspace_tokens,
     )
     return Parts(network, model, tokenizer, dtype, device, max_model_len, name=config.model)
-
-
-def read_config(folder: Path) -> ModelConfig:
-    """The network that the folder's config.json describes; ValueError where there is none."""
-    config_file = folder / "config.json"
-    if not config_file.is_file():
-        raise ValueError(f"model: {folder} holds no config.json; give the folder of a checkpoint.")
-    return parse_config(json.loads(config_file.read_text(encoding="utf-8")))
 
 
 def resolve_device(name: str) -> torch.device:

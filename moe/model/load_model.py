@@ -5,7 +5,6 @@ Everything a checkpoint can be wrong in is found before the first tensor is allo
 
 from __future__ import annotations
 
-import json
 import logging
 from pathlib import Path
 
@@ -14,7 +13,7 @@ import torch
 from moe.model.causal_lm import CausalLM
 from moe.model.checkpoint import Checkpoint, Progress
 from moe.model.dummy import fill_dummy
-from moe.model.families.registry import parse_config
+from moe.model.families.registry import read_config
 from moe.model.linear import forbid_split_k
 
 logger = logging.getLogger(__name__)
@@ -40,10 +39,7 @@ def load_model(
     """
     if load_format not in LOAD_FORMATS:
         raise ValueError(f"load_format={load_format!r} is not known; use one of {', '.join(LOAD_FORMATS)}.")
-    config_file = folder / "config.json"
-    if not config_file.is_file():
-        raise ValueError(f"model: {folder} holds no config.json; give the folder of a checkpoint.")
-    config = parse_config(json.loads(config_file.read_text(encoding="utf-8")))
+    config = read_config(folder)
     checkpoint = None if load_format == "dummy" else Checkpoint.open(folder, config)
     if device.type == "cuda":
         forbid_split_k()

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from moe.model.lfs_pointer import refuse_lfs_pointer
+
 _MAX_HEADER_BYTES = 100_000_000  # what the format itself allows
-_LFS_PREFIX = b"version https://git-lfs"
 _BITS = {
     "BOOL": 8,
     "U8": 8,
@@ -57,11 +58,7 @@ def read_header(file: Path) -> dict[str, TensorEntry]:
     actual = file.stat().st_size
     with file.open("rb") as stream:
         start = stream.read(200)
-        if start.startswith(_LFS_PREFIX):
-            raise ValueError(
-                f"{file}: this is a Git LFS pointer of {actual} bytes, not the weights{_pointed_size(start)}; "
-                "fetch them with `git lfs pull`."
-            )
+        refuse_lfs_pointer(file, start)
         if actual < 8:
             raise ValueError(
                 f"{file}: the file has {actual} bytes, expected at least 8 for the length of the header; "
@@ -83,14 +80,6 @@ def read_header(file: Path) -> dict[str, TensorEntry]:
     entries = {name: _entry(file, name, value) for name, value in header.items() if name != "__metadata__"}
     _check_places(file, entries, 8 + header_bytes, actual)
     return entries
-
-
-def _pointed_size(pointer: bytes) -> str:
-    """The true size, which an LFS pointer holds in a line `size N`."""
-    for line in pointer.decode("ascii", "replace").splitlines():
-        if line.startswith("size "):
-            return f" (expected {line.removeprefix('size ')} bytes)"
-    return ""
 
 
 def _parse(file: Path, raw: bytes) -> dict[str, Any]:

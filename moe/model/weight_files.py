@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from moe.model.lfs_pointer import refuse_lfs_pointer
 from moe.model.safetensors_header import TensorEntry, read_header
 
 logger = logging.getLogger(__name__)
@@ -91,8 +92,10 @@ def listed(names: list[str]) -> str:
 
 
 def _read_index(file: Path) -> dict[str, str]:
+    text = file.read_bytes()
+    refuse_lfs_pointer(file, text)
     try:
-        weight_map = json.loads(file.read_text())["weight_map"]
+        weight_map = json.loads(text)["weight_map"]
         valid = isinstance(weight_map, dict) and all(isinstance(name, str) for name in weight_map.values())
     except (ValueError, KeyError, TypeError):
         weight_map, valid = {}, False

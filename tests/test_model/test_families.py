@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from kernels.routing import RoutingRule
-from moe.model.config import GQAConfig, MLAConfig, ModelConfig
-from moe.model.families.registry import MODEL_TYPES, parse_config, weight_table
+from moe.model.config import GQAConfig, MLAConfig
+from moe.model.families.registry import MODEL_TYPES, parse_config, read_config, weight_table
 from moe.model.families.weight_rule import ExpertLayout
 from moe.model.parameter_shapes import is_expert_parameter, parameter_shapes
 from tests.tiny_models import VARIANTS, VOCAB_SIZE, to_v4, write_tiny, write_tokenizer, write_variant
@@ -114,10 +114,6 @@ DEEPSEEK_V2 = DEEPSEEK_V3 | {
     "num_nextn_predict_layers": None,
     "quantization_config": None,
 }
-
-
-def read_config(folder: Path) -> ModelConfig:
-    return parse_config(json.loads((folder / "config.json").read_text()))
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -332,6 +328,12 @@ def test_C05_a_router_that_cannot_be_is_refused_when_the_config_is_read(fields: 
         (QWEN3 | {"rope_parameters": {"rope_type": "llama3"}}, "rope_parameters.rope_type='llama3' is not supported"),
         (MIXTRAL | {"rope_scaling": {"type": "linear"}}, "config.json: rope_scaling has no factor"),
         (MIXTRAL | {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 is not supported"),
+        (MIXTRAL | {"rope_theta": 0}, "rope_theta=0 must be a finite number above 0"),
+        (MIXTRAL | {"rope_scaling": {"type": "linear", "factor": 0}}, "rope_scaling: factor=0 must be .* above 0"),
+        (MIXTRAL | {"rope_scaling": {"type": "yarn", "factor": -4}}, "rope_scaling: factor=-4 must be .* above 0"),
+        (MIXTRAL | {"rope_scaling": [8]}, r"rope_scaling=\[8\] must be an object of fields"),
+        (MIXTRAL | {"rms_norm_eps": 0.0}, "rms_norm_eps=0.0 must be a finite number above 0"),
+        (MIXTRAL | {"quantization_config": "fp8"}, "quantization_config='fp8' must be an object of fields"),
         ({**QWEN3, "num_experts": None}, "has no num_experts or num_local_experts"),
         ({**DEEPSEEK_V3, "kv_lora_rank": None}, "has no kv_lora_rank"),
         (MIXTRAL | {"hidden_size": "4096"}, "hidden_size='4096' must be an integer"),
@@ -357,6 +359,24 @@ def test_C05_a_router_that_cannot_be_is_refused_when_the_config_is_read(fields: 
 def test_a_config_that_cannot_be_honoured_names_field_value_and_way_out(config: dict[str, Any], said: str):
     with pytest.raises(ValueError, match=said):
         parse_config(config)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"", "config.json of 0 bytes is not JSON"),
+        (b'{"model_type": "mixtral",', r"config.json of 25 bytes is not JSON \(Expecting property name"),
+        (b'{"a": "\xff"}', "config.json of 10 bytes is not JSON"),
+        (b"[1]", "config.json holds list, not an object of fields"),
+        (None, "holds no config.json; give the folder of a checkpoint"),
+    ],
+)
+def test_a_config_that_cannot_be_read_names_its_file(tmp_path: Path, content: bytes | None, said: str):
+    if content is not None:
+        (tmp_path / "config.json").write_bytes(content)
+    with pytest.raises(ValueError, match=said) as caught:
+        read_config(tmp_path)
+    assert str(tmp_path) in str(caught.value)
 
 
 def test_every_supported_type_is_listed():

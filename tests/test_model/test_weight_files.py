@@ -12,6 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from moe.model.checkpoint import Checkpoint, LoadReport
+from moe.model.families.registry import read_config
+from moe.model.load_model import load_model
 from moe.model.safetensors_header import read_header
 from tests.checkpoints import (
     INDEX,
@@ -22,7 +24,6 @@ from tests.checkpoints import (
     load,
     open_folder,
     poisoned_targets,
-    read_config,
 )
 from tests.tiny_models import write_variant
 
@@ -82,6 +83,28 @@ def test_C02_a_tensor_the_index_promises_must_be_in_its_file(tmp_path: Path):
     (tmp_path / INDEX).write_text(json.dumps(index))
     with pytest.raises(ValueError, match=r"that their files do not hold: lm_head.weight \(in model-00002-of-00002"):
         open_folder(tmp_path)
+
+
+@pytest.mark.parametrize("damage", ["missing", "cut", "misfit"])
+def test_C02_nothing_is_allocated_for_a_checkpoint_that_does_not_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str
+):
+    """Files, headers, names: all of it is refused before the network, which allocates every parameter, is made."""
+    write_variant(tmp_path, "qwen3_moe", shards=2)
+    last = tmp_path / "model-00002-of-00002.safetensors"
+    if damage == "missing":
+        last.unlink()
+    elif damage == "cut":
+        _cut_data(last)
+    else:
+        change_config(tmp_path, num_hidden_layers=5)
+
+    def no_network(*_: object, **__: object) -> None:
+        raise AssertionError("the network was made first")
+
+    monkeypatch.setattr("moe.model.load_model.CausalLM", no_network)
+    with pytest.raises(ValueError, match=r"are missing|not filled|ends past the end"):
+        load_model(tmp_path, dtype=torch.float32, device=torch.device("cpu"), max_model_len=64, mla_workspace_tokens=64)
 
 
 def _cut_data(file: Path) -> None:
@@ -180,6 +203,14 @@ def test_C20_a_damaged_shard_is_named_with_its_size(tmp_path: Path, damage, said
     with pytest.raises(ValueError, match=said) as caught:
         open_folder(tmp_path)
     assert str(file) in str(caught.value) and "model-00001" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", [INDEX, "config.json"])
+def test_C20_pointers_stand_for_json_files_too(tmp_path: Path, name: str):
+    write_variant(tmp_path, "mixtral", shards=2)
+    _lfs_pointer(tmp_path / name)
+    with pytest.raises(ValueError, match=rf"{name}: this is a Git LFS pointer of \d+ bytes, .*git lfs pull"):
+        Checkpoint.open(tmp_path, read_config(tmp_path))
 
 
 def test_C20_every_damaged_shard_is_listed_at_once(tmp_path: Path):

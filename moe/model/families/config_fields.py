@@ -64,14 +64,25 @@ class ConfigFields:
             )
         return value
 
-    def number(self, *names: str, default: Any = _REQUIRED) -> float:
+    def number(self, *names: str, default: Any = _REQUIRED, positive: bool = False) -> float:
         value = self.value(*names, default=default)
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+        if not is_number or (positive and value <= 0):
             raise ValueError(
-                f"{self.where}: {self._present(names)}={value!r} must be a finite number; "
-                "compare with the published config of this model."
+                f"{self.where}: {self._present(names)}={value!r} must be a finite number"
+                f"{' above 0' if positive else ''}; compare with the published config of this model."
             )
         return float(value)
+
+    def section(self, *names: str) -> Mapping[str, Any] | None:
+        """A nested object of fields; None where none of `names` is present."""
+        value = self.value(*names, default=None)
+        if value is not None and not isinstance(value, Mapping):
+            raise ValueError(
+                f"{self.where}: {self._present(names)}={value!r} must be an object of fields; "
+                "compare with the published config of this model."
+            )
+        return value
 
     def flag(self, *names: str, default: bool) -> bool:
         value = self.value(*names, default=default)
@@ -112,7 +123,7 @@ class ConfigFields:
 
     def fp8_block(self) -> tuple[int, int] | None:
         """(rows, columns) of one weight scale; None where nothing is quantised; ValueError for other methods."""
-        quantization = self.value("quantization_config", "compression_config", default=None)
+        quantization = self.section("quantization_config", "compression_config")
         if quantization is None:
             return None
         method = quantization.get("quant_method")
@@ -138,7 +149,7 @@ class ConfigFields:
         both are given, else mscale(factor).
         """
         source = "rope_parameters" if self.values.get("rope_parameters") is not None else "rope_scaling"
-        scaling = ConfigFields(self.value(source, default={}), f"config.json: {source}")
+        scaling = ConfigFields(self.section(source) or {}, f"config.json: {source}")
         kind = scaling.value("rope_type", "type", default="default")
         if kind not in ("default", "linear", "yarn"):
             raise ValueError(
@@ -150,15 +161,16 @@ class ConfigFields:
                 f"config.json: partial_rotary_factor={partial} is not supported for "
                 f"model_type={self.values.get('model_type')!r}; supported: 1.0."
             )
-        base = scaling.number("rope_theta", default=self.number("rope_theta", default=theta))
+        own_base = self.number("rope_theta", default=theta, positive=True)
+        base = scaling.number("rope_theta", default=own_base, positive=True)
         if kind == "default":
             return RopeConfig(base, dim, interleaved=interleaved, attention_factor=1.0)
         if kind == "linear":
-            factor = scaling.number("factor")
+            factor = scaling.number("factor", positive=True)
             return RopeConfig(base, dim, "linear", factor, interleaved=interleaved, attention_factor=1.0)
         original = scaling.value("original_max_position_embeddings", default=max_positions)
         original = self.integer("original_max_position_embeddings", default=original)
-        factor = scaling.number("factor", default=max_positions / original)
+        factor = scaling.number("factor", default=max_positions / original, positive=True)
         mscale, all_dim = scaling.number("mscale", default=0.0), scaling.number("mscale_all_dim", default=0.0)
         both = mscale and all_dim
         own_factor = yarn_mscale(factor, mscale) / yarn_mscale(factor, all_dim) if both else yarn_mscale(factor, 1.0)
@@ -168,8 +180,8 @@ class ConfigFields:
             scaling="yarn",
             factor=factor,
             original_max_positions=original,
-            beta_fast=scaling.number("beta_fast", default=32.0),
-            beta_slow=scaling.number("beta_slow", default=1.0),
+            beta_fast=scaling.number("beta_fast", default=32.0, positive=True),
+            beta_slow=scaling.number("beta_slow", default=1.0, positive=True),
             mscale=mscale or None,
             mscale_all_dim=all_dim or None,
             attention_factor=scaling.number("attention_factor", default=own_factor),

@@ -48,7 +48,7 @@ def parse(fields: ConfigFields) -> ModelConfig:
         sparse_layers=sparse_layers,
         sliding_windows=(0,) * num_layers,
         rope=rope,
-        norm_eps=fields.number("rms_norm_eps", default=1e-6),
+        norm_eps=fields.number("rms_norm_eps", default=1e-6, positive=True),
         max_positions=max_positions,
         softmax_scale=attention.qk_head_dim**-0.5 * mscale**2,
         tie_embeddings=fields.flag("tie_word_embeddings", default=False),

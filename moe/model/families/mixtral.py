@@ -36,7 +36,7 @@ def parse(fields: ConfigFields) -> ModelConfig:
         sparse_layers=(True,) * num_layers,
         sliding_windows=(fields.integer("sliding_window", default=0, at_least=0),) * num_layers,
         rope=fields.rope(attention.head_dim, max_positions=max_positions, theta=1000000.0),
-        norm_eps=fields.number("rms_norm_eps", default=1e-5),
+        norm_eps=fields.number("rms_norm_eps", default=1e-5, positive=True),
         max_positions=max_positions,
         softmax_scale=attention.head_dim**-0.5,
         tie_embeddings=fields.flag("tie_word_embeddings", default=False),

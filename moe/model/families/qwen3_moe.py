@@ -42,7 +42,7 @@ def parse(fields: ConfigFields) -> ModelConfig:
         sparse_layers=sparse_layers,
         sliding_windows=_sliding_windows(fields, num_layers),
         rope=fields.rope(attention.head_dim, max_positions=max_positions),
-        norm_eps=fields.number("rms_norm_eps", default=1e-6),
+        norm_eps=fields.number("rms_norm_eps", default=1e-6, positive=True),
         max_positions=max_positions,
         softmax_scale=attention.head_dim**-0.5,
         tie_embeddings=fields.flag("tie_word_embeddings", default=False),

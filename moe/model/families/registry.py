@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -10,11 +12,28 @@ from moe.model.config import GQAConfig, ModelConfig
 from moe.model.families import deepseek, mixtral, qwen3_moe
 from moe.model.families.config_fields import ConfigFields
 from moe.model.families.weight_rule import ExpertLayout, WeightRule, decoder_table
+from moe.model.lfs_pointer import refuse_lfs_pointer
 
 _FAMILIES: dict[str, ModuleType] = {
     model_type: family for family in (mixtral, qwen3_moe, deepseek) for model_type in family.MODEL_TYPES
 }
 MODEL_TYPES = tuple(_FAMILIES)
+
+
+def read_config(folder: Path) -> ModelConfig:
+    """The network that the folder's config.json describes; ValueError names the file where it cannot be read."""
+    file = folder / "config.json"
+    if not file.is_file():
+        raise ValueError(f"model: {folder} holds no config.json; give the folder of a checkpoint.")
+    text = file.read_bytes()
+    refuse_lfs_pointer(file, text)
+    try:
+        config = json.loads(text)
+    except ValueError as error:  # both bad JSON and bad UTF-8
+        raise ValueError(f"{file} of {len(text)} bytes is not JSON ({error}); fetch it again.") from None
+    if not isinstance(config, dict):
+        raise ValueError(f"{file} holds {type(config).__name__}, not an object of fields; fetch it again.")
+    return parse_config(config)
 
 
 def parse_config(config: Mapping[str, Any]) -> ModelConfig:
