@@ -13,6 +13,9 @@ key (seed low, seed high), counter (c, position low, position high, 0), where ti
 runs of 512: v = 2048 * tile + 512 * word + lane, c = 512 * tile + lane. Seeds and positions are 64-bit.
 """
 
+# Launch options such as num_warps are no parameters of a kernel.
+# pyright: reportCallIssue=false
+
 from __future__ import annotations
 
 from typing import NamedTuple

@@ -23,7 +23,7 @@ from tests.compare import assert_close_as_torch, assert_same_bits
 from tests.shapes import HIDDEN, NUM_TOKENS
 
 CHAIN = {torch.float32: 1, torch.float16: 0, torch.bfloat16: 0}
-"""Whether rounding along the sum over K shows: in fp32 torch may split that sum, which rounds less than one long one."""
+"""Whether rounding along the sum over K shows: in fp32 torch may split that sum, which rounds less than a long one."""
 
 
 def draw(*shape: int, dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 0) -> torch.Tensor:
