@@ -25,7 +25,7 @@ endif
 # Two worker processes with one thread each: torch would otherwise start a thread per core in every worker.
 export OMP_NUM_THREADS ?= 1
 WORKERS ?= 2
-PYTEST := $(PY) -m pytest -q -n $(WORKERS) --dist loadfile
+PYTEST := $(PY) -m pytest -q -n $(WORKERS) --dist worksteal
 CPU_ONLY := not gpu and not multi_gpu and not chaos
 
 help:
@@ -73,8 +73,7 @@ gpu-test: $(READY)
 test: lint types unit $(if $(GPU),gpu-test) interpret
 
 wheel: $(READY)
-	$(PY) -m pip wheel --quiet --disable-pip-version-check --no-deps --no-build-isolation -w dist .
-	@ls dist/*.whl
+	$(PY) -m build --wheel --no-isolation --outdir dist .
 
 clean:
 	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

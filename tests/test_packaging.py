@@ -12,12 +12,27 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 # What stands in for Hugging Face's distribution of that name: a regular package with files of its own.
 STAND_IN = 'THEIRS = "the other distribution"\n'
+# Each case is a fork of one process that has paid for the third parties' imports. `kernels` first is what transformers
+# does where the other distribution is installed.
 BOTH_WORK = """
-import kernels, {first}
-assert kernels.THEIRS == "the other distribution", "ours hides theirs"
-import moe, kernels.routing, kernels.theirs, transformers
-assert kernels.routing.__file__.startswith({ours!r}), kernels.routing.__file__
-assert kernels.theirs.HERE
+import importlib, os, sys, traceback
+import hydra, tokenizers, torch, transformers, triton
+for name, first, path, ours in {cases!r}:
+    assert not [module for module in sys.modules if module.split(".")[0] in ("kernels", "moe", "router")]
+    if os.fork() == 0:
+        try:
+            sys.path[:0] = path
+            importlib.import_module(first)
+            import kernels
+            assert kernels.THEIRS == "the other distribution", "ours hides theirs"
+            import moe, kernels.routing, kernels.theirs
+            assert kernels.routing.__file__.startswith(ours), kernels.routing.__file__
+            assert moe.__file__.startswith(ours) and kernels.theirs.HERE
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+    print(name, "works" if os.wait()[1] == 0 else "fails", flush=True)
 """
 
 
@@ -35,19 +50,9 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
         if (ROOT / name).is_file():
             (source / name).parent.mkdir(parents=True, exist_ok=True)
             (source / name).write_bytes((ROOT / name).read_bytes())
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "wheel",
-        "-q",
-        "--no-deps",
-        "--no-build-isolation",
-        "--no-index",
-        "-w",
-        str(dist),
-    ]
-    subprocess.run([*command, str(source)], check=True, capture_output=True, timeout=240)
+    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(dist), str(source)]
+    done = subprocess.run(command, cwd=dist, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
     (built,) = dist.glob("sortyard-*.whl")
     return built
 
@@ -81,51 +86,47 @@ def test_contents(wheel: Path) -> None:
     assert not [name for name in names if name.startswith(("tests/", "tools/", "benchmarks/", "docs/"))]
 
 
-def test_the_wheel_composes_the_config_and_knows_its_version(installed: Path, tmp_path: Path) -> None:
+def test_the_wheel_runs_away_from_the_checkout(installed: Path, tmp_path: Path) -> None:
+    """Its YAML files compose, its version is known, its demo model answers."""
+    (tmp_path / "in.jsonl").write_text('{"prompt": "In the beginning", "max_tokens": 3}\n')
+    words = ["input=in.jsonl", "output=out.jsonl", "engine.device=cpu", "cache.num_blocks=64"]
     code = (
         "import moe, launch.generate\n"
         "from moe.version import __version__\n"
         "assert moe.__version__ == __version__\n"
         f"assert moe.__file__.startswith({str(installed)!r}), moe.__file__\n"
-        "sys.exit(launch.generate.main(['--cfg', 'job', 'preset=throughput']))"
+        "assert launch.generate.main(['--cfg', 'job', 'preset=throughput']) == 0\n"
+        f"sys.exit(launch.generate.main({words!r}))"
     )
     done = run(code, tmp_path, installed)
     assert done.returncode == 0, done.stderr
     assert "max_num_seqs: 512" in done.stdout
-
-
-def test_the_wheel_answers_the_demo(installed: Path, tmp_path: Path) -> None:
-    (tmp_path / "in.jsonl").write_text('{"prompt": "In the beginning", "max_tokens": 3}\n')
-    words = ["input=in.jsonl", "output=out.jsonl", "engine.device=cpu", "cache.num_blocks=64"]
-    done = run(f"import launch.generate; sys.exit(launch.generate.main({words!r}))", tmp_path, installed)
-    assert done.returncode == 0, done.stderr
     assert '"completion_tokens": 3' in (tmp_path / "out.jsonl").read_text("utf-8")
 
 
-@pytest.mark.parametrize("first", ["moe", "transformers"])
-@pytest.mark.parametrize("theirs_first", [True, False])
-def test_the_other_kernels_beside_the_checkout(first: str, theirs_first: bool, tmp_path: Path) -> None:
-    other = tmp_path / "site"
-    (other / "kernels").mkdir(parents=True)
-    (other / "kernels" / "__init__.py").write_text(STAND_IN)
-    (other / "kernels" / "theirs.py").write_text("HERE = True\n")
-    path = [other, ROOT] if theirs_first else [ROOT, other]
-    done = run(BOTH_WORK.format(first=first, ours=str(ROOT)), tmp_path, *path)
-    assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.parametrize("first", ["moe", "transformers"])
-def test_the_other_kernels_in_the_same_site_folder_as_the_wheel(first: str, installed: Path, tmp_path: Path) -> None:
-    """Both distributions write into one folder `kernels`; neither has a file of the other's name."""
-    site = tmp_path / "site"
-    site.mkdir()
+def test_both_distributions_named_kernels_work(installed: Path, tmp_path: Path) -> None:
+    """Beside the checkout, found before or after it, and in one folder with the wheel; whichever is imported first."""
+    beside = tmp_path / "beside"
+    write_stand_in(beside / "kernels")
+    # Both distributions write into one folder `kernels`; neither has a file of the other's name.
+    together = tmp_path / "together"
+    write_stand_in(together / "kernels")
     for entry in installed.iterdir():
         if entry.name != "kernels":
-            (site / entry.name).symlink_to(entry)
-    (site / "kernels").mkdir()
+            (together / entry.name).symlink_to(entry)
     for entry in (installed / "kernels").iterdir():
-        (site / "kernels" / entry.name).symlink_to(entry)
-    (site / "kernels" / "__init__.py").write_text(STAND_IN)
-    (site / "kernels" / "theirs.py").write_text("HERE = True\n")
-    done = run(BOTH_WORK.format(first=first, ours=str(site)), tmp_path, site)
+        (together / "kernels" / entry.name).symlink_to(entry)
+    cases = []
+    for first in ("kernels", "moe"):
+        cases.append((f"{first}-theirs-then-checkout", first, [str(beside), str(ROOT)], str(ROOT)))
+        cases.append((f"{first}-checkout-then-theirs", first, [str(ROOT), str(beside)], str(ROOT)))
+        cases.append((f"{first}-wheel-in-one-folder", first, [str(together)], str(together)))
+    done = run(BOTH_WORK.format(cases=cases), tmp_path)
     assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [f"{case[0]} works" for case in cases], done.stderr
+
+
+def write_stand_in(folder: Path) -> None:
+    folder.mkdir(parents=True)
+    (folder / "__init__.py").write_text(STAND_IN)
+    (folder / "theirs.py").write_text("HERE = True\n")
