@@ -14,13 +14,21 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
+import moe
+from configs.schema import CacheConfig, Config, EngineConfig
 from moe import LLM, RequestOutput, SamplingParams
+from moe.model.load_model import load_model
+from tests.compare import max_rel
+from tests.step_driver import StepDriver
 from tests.tiny_models import write_tokenizer, write_variant
 
 # One per family, with what stresses the cache most: a window, groups, YaRN.
 FAMILIES = ("mixtral-window", "qwen3_moe", "deepseek_v2-groups", "deepseek_v3-yarn")
+# And a DeepSeek-V2 without q_lora_rank. These two are read from stacked experts, the others from one tensor each.
+STACKED = ("qwen3_moe", "deepseek_v2-lite")
+DEMOS = {"demo": "mixtral", "demo-deepseek": "deepseek"}
 STRESS: dict[str, Any] = {"prefill_chunk": 16, "block_size": 8, "num_blocks": 400, "force_preempt_every": 13}
 
 
@@ -28,17 +36,17 @@ STRESS: dict[str, Any] = {"prefill_chunk": 16, "block_size": 8, "num_blocks": 40
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, PreTrainedModel]]:
     """Written once; the transformers model holds the same weights."""
     made: dict[str, tuple[Path, PreTrainedModel]] = {}
-    for variant in FAMILIES:
+    for variant in dict.fromkeys(FAMILIES + STACKED):
         folder = tmp_path_factory.mktemp(variant)
-        model = write_variant(folder, variant)
+        model = write_variant(folder, variant, layout="stacked" if variant in STACKED else "original")
         write_tokenizer(folder)
         made[variant] = (folder, model)
     return made
 
 
 @contextmanager
-def opened(folder: Path, **options: Any) -> Iterator[LLM]:
-    with LLM(str(folder), **({"device": "cpu", "cpu_gb": 0.05} | options)) as llm:
+def opened(model: Path | str, **options: Any) -> Iterator[LLM]:
+    with LLM(str(model), **({"device": "cpu", "cpu_gb": 0.05} | options)) as llm:
         yield llm
         llm.engine.scheduler.check_idle()
 
@@ -62,25 +70,86 @@ def greedy_by_transformers(model: PreTrainedModel, prompt: list[int], ours: list
     return logits.argmax(-1)[len(prompt) - 1 : -1].tolist()
 
 
-@pytest.mark.parametrize("variant", FAMILIES)
+@pytest.mark.parametrize("variant", dict.fromkeys(FAMILIES + STACKED))
 def test_64_greedy_tokens_are_those_of_transformers(
     checkpoints: dict[str, tuple[Path, PreTrainedModel]], variant: str
 ) -> None:
-    """Plain, and with chunks, prefix caching and forced preemption. The third prompt comes late to a shared prefix."""
     folder, model = checkpoints[variant]
     shared = prompt_of(24, seed=1)
     prompts = [shared + prompt_of(21, seed=2), prompt_of(5, seed=4), shared + prompt_of(6, seed=3)]
+    check_greedy_text(str(folder), model, prompts)
+
+
+@pytest.mark.parametrize("name", DEMOS)
+def test_64_greedy_tokens_of_the_demo_models_are_those_of_transformers(name: str) -> None:
+    folder = Path(moe.__file__).parent / "demo" / DEMOS[name]
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    with LLM(name, device="cpu", cpu_gb=0.05) as llm:
+        encode = llm.get_tokenizer().encode_prompt
+        verses = "Luke 15\n1 Then drew near unto him all the publicans and sinners for to hear him.\n"
+        prompts = [encode(verses + "2 And the Pharisees and"), encode("In the beginning"), encode(verses + "3 And he")]
+    check_greedy_text(name, model, prompts)
+    logits = StepDriver(load_model(folder, dtype=torch.float32, device=torch.device("cpu"), max_model_len=256)).run(
+        prefill={str(index): prompt for index, prompt in enumerate(prompts)}
+    )
+    for index, prompt in enumerate(prompts):
+        with torch.no_grad():
+            assert max_rel(logits[str(index)], model(torch.tensor([prompt])).logits[0]) <= 2e-4
+
+
+def check_greedy_text(name: str, model: PreTrainedModel, prompts: list[list[int]]) -> None:
+    """Plain, and with chunks, prefix caching and forced preemption. The third prompt comes late to a shared prefix."""
     params = [SamplingParams(max_tokens=count, temperature=0.0, ignore_eos=True) for count in (64, 20, 20)]
-    with opened(folder, enable_prefix_caching=False) as llm:
+    with opened(name, enable_prefix_caching=False) as llm:
         plain = tokens(llm.generate(prompts, params))
         assert llm.engine.stats.preemptions == 0 and llm.engine.stats.split_prompts == 0
     assert [len(samples[0]) for samples in plain] == [64, 20, 20]
     assert plain == [[greedy_by_transformers(model, *each)] for each in zip(prompts, (s[0] for s in plain))]
-    with opened(folder, max_num_seqs=2, **STRESS) as llm:
+    with opened(name, max_num_seqs=2, **STRESS) as llm:
         assert tokens(llm.generate(prompts, params)) == plain
         stats = llm.engine.stats
         assert stats.split_prompts >= 1 and stats.chunks >= 2
         assert stats.cached_tokens > 0 and stats.preemptions >= 1 and stats.mixed_steps > 0
+
+
+PREFIXES = (40, 0, 16, 17)  # cached tokens of the four requests of case C38, in blocks of one token
+
+
+@pytest.mark.parametrize("chunk", [1, 16, 17, 64])
+def test_c38_cached_prefixes_of_unlike_length_share_a_step(tmp_path: Path, chunk: int) -> None:
+    """DeepSeek-V3 with prefix caching and a workspace that every longer context passes, the shortest by one token.
+
+    Four requests find 40, 0, 16 and 17 tokens cached and are prefilled side by side: the text of each is transformers'
+    own and, bit for bit, that of the request alone without a cache, prefilled whole in an unbounded workspace.
+    """
+    model = write_variant(tmp_path, "deepseek_v3")
+    assert model.config.v_head_dim != model.config.qk_nope_head_dim, "the case asks for unlike widths"
+    prompts = [prompt_of(prefix + 20 + (prefix == 0) * 29, seed=prefix) for prefix in PREFIXES]  # the second has 49
+    params = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
+
+    def engine(workspace: int, prefill_chunk: int | None, prefix_caching: bool) -> LLM:
+        return LLM(
+            config=Config(
+                model=str(tmp_path),
+                engine=EngineConfig(device="cpu", prefill_chunk=prefill_chunk, mla_workspace_tokens=workspace),
+                cache=CacheConfig(block_size=1, num_blocks=600, prefix_caching=prefix_caching),
+            )
+        )
+
+    with engine(512, None, False) as llm:
+        alone = [tokens(llm.generate([prompt], params))[0][0] for prompt in prompts]
+    assert alone == [greedy_by_transformers(model, *each) for each in zip(prompts, alone)]
+    with engine(48, chunk, True) as llm:
+        warm = [prompt[:prefix] for prompt, prefix in zip(prompts, PREFIXES) if prefix]
+        llm.generate(warm, SamplingParams(max_tokens=1, temperature=0.0))
+        llm.engine.stats.reset()
+        outputs = llm.generate(prompts, params)
+        assert tokens(outputs) == [[text] for text in alone]
+        assert [output.num_cached_tokens for output in outputs] == list(PREFIXES)
+        stats = llm.engine.stats
+        assert stats.cached_tokens == sum(PREFIXES) and stats.chunks >= 4
+        assert chunk == 64 or stats.split_prompts == 4
+        llm.engine.scheduler.check_idle()
 
 
 def mixed_requests() -> tuple[list[list[int]], list[SamplingParams]]:

@@ -169,6 +169,17 @@ def test_C05_losing_groups_are_minus_infinity_in_the_kernel(device):
         assert sorted(routing.expert_ids_TK[0].tolist()) == [0, 1, 2, 3]
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_C05_a_group_is_worth_its_two_best_or_its_best(device):
+    """One group of two is kept. Biased scores: (0.9, -0.9), (0.4, 0.4), (0.3, 0.3), (-2, -2): sums 0, 0.8, 0.6, -4."""
+    bias = torch.tensor([0.9, -0.9, 0.4, 0.4, 0.3, 0.3, -2.0, -2.0]) - 0.5  # sigmoid(0) is 0.5
+    for group_score, experts in (("top2_sum", [2, 3]), ("max", [0, 1])):
+        rule = replace(C05_RULE, top_k=2, topk_groups=1, group_score=group_score)
+        for run, where in ((route_reference, "cpu"), (route_triton, device)):
+            routing = run(torch.zeros(1, 8, device=where), bias.to(where), rule)
+            assert sorted(routing.expert_ids_TK[0].tolist()) == experts, (run, group_score)
+
+
 @pytest.mark.parametrize(
     ("rule", "num_experts", "words"),
     [
