@@ -20,7 +20,17 @@ ALLOWED = {
     "moe.model": {"router", "kv_cache", "expert_parallel", "kernels", "configs"},
     "moe.engine": {"moe.model", "router", "kv_cache", "expert_parallel", "kernels", "configs"},
     "moe.batch": {"moe.engine", "moe.model", "router", "kv_cache", "expert_parallel", "kernels", "configs"},
-    "launch": {"moe", "moe.batch", "moe.engine", "moe.model", "router", "kv_cache", "expert_parallel", "configs"},
+    "launch": {
+        "moe",
+        "moe.batch",
+        "moe.engine",
+        "moe.model",
+        "router",
+        "kv_cache",
+        "expert_parallel",
+        "kernels",
+        "configs",
+    },
     "moe": {"moe.engine", "moe.model", "configs", "kernels"},  # moe/__init__.py, the public face, and moe/version.py
 }
 LAYERS = sorted(ALLOWED)
