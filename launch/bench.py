@@ -1,216 +1,298 @@
-"""Time whole workloads through the engine on dummy weights: `python -m launch.bench workload=w1 model=qwen3-30b-a3b`.
+"""Time workloads on dummy weights: `python -m launch.bench workload=w1,w2,w3 model=qwen3-30b-a3b result=r.json`.
 
-w1 offline throughput: 512 requests of random ids, all at once; output tokens/s of the second run.
-w2 decode step: 512-token prompts, 128 outputs, batches of 1, 8, 64 and 256; ms of the steps without a prompt chunk.
-w3 prefill: 16 prompts of 4096 tokens, one output; prompt tokens/s.
+w1 offline throughput, w2 decode step, w3 prefill: launch/bench_engine.py. w4 one MoE layer: launch/bench_layer.py.
+w5 paged attention: launch/bench_attention.py. Each figure comes with its floor (what must be read and computed, over
+the card's rates), its target and what others reach (benchmarks/baselines.json).
 
-`model` names a shape in benchmarks/models/ or is what it is for launch.generate; every other key=value is a key of
-launch.generate, over this file's own: dummy weights, no prefix cache (repeated runs would find their prompts in it).
-Prompts are random token ids, tokens are sampled at temperature 1, end of sequence is ignored. Knows the engine, not
-what the numbers should be.
+`model` names shapes in benchmarks/models/ (several with commas), or is what it is for launch.generate; key=value words
+that are not this file's own are keys of launch.generate, over this file's: dummy weights, no prefix cache (a repeated
+run would find its prompts there). Knows which bench measures what; not what the numbers should be.
 """
 
 from __future__ import annotations
 
+import difflib
+import gc
 import json
-import platform
-import random
+import logging
 import shlex
-import statistics
-import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import torch
-import triton
 from rich.console import Console
-from rich.table import Table
 
-from configs.schema import Config
+from launch.bench_attention import LISTED, HeadLayout, head_layout, measure_attention
+from launch.bench_engine import EngineBench
+from launch.bench_layer import TOKENS, LayerShape, layer_shape, measure_layer
 from launch.command_line import compose_config, parse
 from launch.console import set_up_logging
-from moe.batch.report import percentile
+from launch.figure import ROOT, Figure, load_baselines, print_figures, short
+from launch.machine import clocks, machine_record
+from launch.roofline import Ceilings, measure_ceilings
+from launch.roofline_picture import check_matplotlib, draw
 from moe.engine.engine import Engine
-from moe.engine.request import Request, SamplingParams
-from moe.version import __version__
+from moe.engine.parts import resolve_device
 
-ROOT = Path(__file__).resolve().parent.parent
-OWN_KEYS = ("workload", "result")
+WORKLOADS = ("w5", "w4", "w1", "w2", "w3")  # in this order: the kernels' benches before the engine fills the memory
+ENGINE_WORKLOADS = ("w1", "w2", "w3")
 DEFAULTS = ("load_format=dummy", "cache.prefix_caching=false", "engine.max_model_len=8192")
-DECODE_BATCHES = (1, 8, 64, 256)
+OWN_KEYS = {
+    "workload": "w1, w2, w3, w4, w5, several with commas",
+    "model": "w1 to w3: names in benchmarks/models/, or a model of launch.generate",
+    "device": "auto, cuda or cpu",
+    "limit": "w1, w3: only so many requests; w2: only so many of its batches",
+    "rounds": "timed passes of w1 (1), w2 (1), w3 (3)",
+    "shapes": "w4: mixtral,qwen3,dsv3-ep8, or sizes such as E60-k4-D2880-F1408",
+    "tokens": "w4: 1,8,64,...",
+    "parts": "w4: true or false, each kernel alone as well",
+    "attention": f"w5: {','.join(LISTED)}",
+    "points": "w5: 1x512,64x4096: sequences x length, instead of the listed ones",
+    "seconds": "w4, w5: device time of each point's samples",
+    "commit": "the commit, where the tree is no git checkout",
+    "result": "a JSON file; it is written again after every workload",
+    "picture": "a PNG: the figures under the card's roofline",
+}
+
+logger = logging.getLogger("launch.bench")
 
 
 @dataclass(frozen=True)
-class Prompt:
-    """So many random token ids, and how many to generate behind them."""
+class Choice:
+    """The command line, taken apart and checked."""
 
-    token_ids: list[int]
-    num_outputs: int
-
-
-@dataclass(frozen=True)
-class Run:
-    """One pass over a set of prompts. Seconds; `decode_seconds` are of the steps that held no prompt chunk."""
-
+    workloads: tuple[str, ...]
+    models: tuple[str, ...]
+    device: str
+    limit: int | None
+    rounds: int | None
+    shapes: tuple[LayerShape, ...]
+    tokens: tuple[int, ...]
+    parts: bool
+    layouts: tuple[HeadLayout, ...]
+    points: tuple[tuple[int, int], ...] | None
     seconds: float
-    prompt_tokens: int
-    output_tokens: int
-    decode_seconds: list[float]
-
-
-def throughput_prompts(vocab_size: int, num_requests: int = 512) -> list[Prompt]:
-    """w1's prompts: all lengths first, then the ids, from one generator."""
-    r = random.Random("throughput-0")
-    lengths = [(r.randint(64, 1024), r.randint(32, 512)) for _ in range(num_requests)]
-    return [Prompt([r.randrange(vocab_size) for _ in range(prompt)], output) for prompt, output in lengths]
-
-
-def even_prompts(vocab_size: int, num_prompts: int, num_tokens: int, num_outputs: int) -> list[Prompt]:
-    """Prompts of one length, from a seed of their own."""
-    r = random.Random(f"{num_prompts}x{num_tokens}")
-    return [Prompt([r.randrange(vocab_size) for _ in range(num_tokens)], num_outputs) for _ in range(num_prompts)]
-
-
-def run_prompts(engine: Engine, prompts: Sequence[Prompt], name: str) -> Run:
-    """Submit everything at once and take steps until all is answered."""
-    stats = engine.stats
-    prompt_before, output_before = stats.prompt_tokens, stats.output_tokens
-    _synchronize(engine)
-    begin = time.perf_counter()
-    for index, prompt in enumerate(prompts):
-        params = SamplingParams(
-            max_tokens=prompt.num_outputs, temperature=1.0, seed=index, ignore_eos=True, detokenize=False
-        )
-        engine.add_request(Request(f"{name}-{index}", prompt.token_ids, params))
-    decode_seconds = []
-    while engine.has_unfinished:
-        chunks, started = stats.chunks, time.perf_counter()
-        for output in engine.step():
-            if output.error is not None:
-                raise ValueError(f"request {output.request_id} did not run: {output.error}")
-        if stats.chunks == chunks:
-            decode_seconds.append(time.perf_counter() - started)
-    _synchronize(engine)
-    seconds = time.perf_counter() - begin
-    return Run(seconds, stats.prompt_tokens - prompt_before, stats.output_tokens - output_before, decode_seconds)
-
-
-def measure(engine: Engine, workload: str, limit: int | None) -> list[dict[str, Any]]:
-    """The figures of one workload, each with its raw samples; the first run of each set of prompts warms up."""
-    vocab = engine.vocab_size
-    if workload == "w1":
-        prompts = throughput_prompts(vocab)[:limit]
-        warm, run = (run_prompts(engine, prompts, f"w1-{turn}") for turn in range(2))
-        samples = {"warm_up_seconds": warm.seconds, "seconds": run.seconds, "prompt_tokens": run.prompt_tokens}
-        samples["output_tokens"] = run.output_tokens
-        return [{"name": "output tokens/s", "value": run.output_tokens / run.seconds, "samples": samples}]
-    if workload == "w2":
-        figures = []
-        for batch in DECODE_BATCHES[:limit]:
-            prompts = even_prompts(vocab, batch, 512, 128)
-            run_prompts(engine, prompts[:1], f"w2-{batch}-warm")
-            run = run_prompts(engine, prompts, f"w2-{batch}")
-            steps_ms = [seconds * 1e3 for seconds in run.decode_seconds]
-            spread = {"p5": percentile(steps_ms, 5), "p95": percentile(steps_ms, 95)}
-            figures.append(
-                {"name": f"decode step at batch {batch}, ms", "value": statistics.median(steps_ms), **spread}
-                | {"samples": {"step_ms": steps_ms}}
-            )
-        return figures
-    prompts = even_prompts(vocab, 16, 4096, 1)[:limit]
-    run_prompts(engine, prompts, "w3-warm")
-    runs = [run_prompts(engine, prompts, f"w3-{turn}") for turn in range(3)]
-    rates = [run.prompt_tokens / run.seconds for run in runs]
-    return [{"name": "prompt tokens/s", "value": statistics.median(rates), "samples": {"rates": rates}}]
+    commit: str | None
+    result: Path | None
+    picture: Path | None
+    engine_words: tuple[str, ...]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one workload, print its figures, write the result file. 2: a wrong command line."""
+    """Run the workloads, print their figures, write the result file. 2: a wrong command line."""
     words = sys.argv[1:] if argv is None else list(argv)
+    if any(word in ("-h", "--help") for word in words):
+        print(__doc__)
+        print("\n".join(f"  {name + '=':<12}{text}" for name, text in OWN_KEYS.items()))
+        return 0
     try:
-        own, config = _read(words)
+        choice = read_choice(words)
+        if any(workload in ENGINE_WORKLOADS for workload in choice.workloads):
+            for model in choice.models:
+                compose_config(
+                    parse(_engine_words(choice, model))
+                )  # a wrong key before the first second of device time
+        device = resolve_device(choice.device)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     set_up_logging(Console(stderr=True))
-    engine = Engine(config)
-    before = _clocks()
-    figures = measure(engine, own["workload"], config.job.limit)
-    record = {
-        "workload": own["workload"],
-        "model": Path(config.model).name,
-        "command": shlex.join(["python", "-m", "launch.bench", *words]),
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "version": __version__,
-        "commit": _git_commit(),
-        "device": torch.cuda.get_device_name() if engine.parts.device.type == "cuda" else platform.processor() or "cpu",
-        "software": {"python": platform.python_version(), "torch": torch.__version__, "triton": triton.__version__},
-        "clocks": {"before": before, "after": _clocks()},
-        "kv_blocks": engine.plan.num_blocks,
-        "figures": figures,
-        "stats": engine.count_experts().as_dict(),
-    }
-    engine.close()
-    _print(record)
-    if own.get("result"):
-        Path(own["result"]).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-        print(f"result: {own['result']}")
+    baselines = load_baselines()
+    record, ceilings = begin_record(device, baselines, ["python", "-m", "launch.bench", *words], choice.commit)
+    figures: list[Figure] = []
+    console = Console(width=240)
+    for measured, facts in _measure_all(choice, device, ceilings, baselines):
+        figures += measured
+        record["engines"] |= facts
+        print_figures(measured, console)
+        write_record(record, figures, choice.result)
+    if choice.result is not None:
+        print(f"result: {choice.result}")
+    if choice.picture is not None:
+        draw(figures, ceilings, choice.picture)
+        print(f"picture: {choice.picture}")
     return 0
 
 
-def _read(words: Sequence[str]) -> tuple[dict[str, str], Config]:
-    """This file's own keys, and the engine's config with this file's defaults under what was typed."""
-    own = {name: text for name, _, text in (word.partition("=") for word in words) if name in OWN_KEYS}
-    if own.get("workload") not in ("w1", "w2", "w3"):
-        raise ValueError(f"workload={own.get('workload')} is unknown; give workload=w1, w2 or w3.")
-    rest = [_model_folder(word) for word in words if word.partition("=")[0] not in OWN_KEYS]
-    return own, compose_config(parse([*DEFAULTS, *rest]))
+def begin_record(
+    device: torch.device, baselines: dict[str, Any], command: list[str], commit: str | None
+) -> tuple[dict[str, Any], Ceilings]:
+    """The head of a result file, and the card's rates: the recorded bandwidth where there is one (floors of different
+    runs then compare), the product's rate from this run."""
+    probe = measure_ceilings(device)
+    record = machine_record(device, shlex.join(command), commit)
+    known = baselines.get("ceilings", {}).get(record["device"])
+    ceilings = probe
+    if known is not None:
+        ceilings = Ceilings(known["read_tb_s"] * 1e12, probe.flops_per_s, f"recorded bandwidth; {probe.source}")
+    for name, each in (("ceilings", ceilings), ("probe", probe)):
+        rates = {"tb_s": short(each.bytes_per_s / 1e12), "tflop_s": short(each.flops_per_s / 1e12)}
+        record[name] = rates | {"source": each.source}
+    logger.info(
+        "floors: %.2f TB/s, %.1f TFLOP/s (probe: %.2f TB/s; %s)",
+        ceilings.bytes_per_s / 1e12,
+        ceilings.flops_per_s / 1e12,
+        probe.bytes_per_s / 1e12,
+        probe.source,
+    )
+    return record | {"baselines": baselines.get("source"), "engines": {}}, ceilings
 
 
-def _model_folder(word: str) -> str:
-    """`model=NAME` of a shape in benchmarks/models/ becomes that folder; any other word stays."""
-    name, _, text = word.partition("=")
-    folder = ROOT / "benchmarks" / "models" / text
-    return f"--model={folder}" if name == "model" and text and (folder / "config.json").is_file() else word
+def write_record(record: dict[str, Any], figures: Sequence[Figure], path: Path | None) -> None:
+    """The result file as it stands; a run that is cut short leaves what it had."""
+    if path is None:
+        return
+    record["clocks"]["after"] = clocks()
+    whole = record | {"figures": [figure.as_dict() for figure in figures]}
+    path.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
 
 
-def _synchronize(engine: Engine) -> None:
-    if engine.parts.device.type == "cuda":
-        torch.cuda.synchronize()
+def _measure_all(
+    choice: Choice, device: torch.device, ceilings: Ceilings, baselines: dict[str, Any]
+) -> Iterator[tuple[list[Figure], dict[str, Any]]]:
+    """Figures and facts of one piece after another."""
+    for workload in choice.workloads:
+        if workload == "w4":
+            for shape in choice.shapes:
+                yield (
+                    measure_layer(
+                        shape, choice.tokens, device, ceilings, baselines, parts=choice.parts, seconds=choice.seconds
+                    ),
+                    {},
+                )
+        if workload == "w5":
+            for layout in choice.layouts:
+                yield (
+                    measure_attention(
+                        layout, device, ceilings, baselines, seconds=choice.seconds, points=choice.points
+                    ),
+                    {},
+                )
+        _release(device)
+    engine_workloads = [workload for workload in choice.workloads if workload in ENGINE_WORKLOADS]
+    for model in choice.models if engine_workloads else ():
+        yield from _measure_engine(choice, model, engine_workloads, ceilings, baselines)
+        _release(device)
 
 
-def _clocks() -> str | None:
-    fields = "name,driver_version,clocks.sm,clocks.mem,temperature.gpu,power.draw"
-    return _output(["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader"])
-
-
-def _git_commit() -> str | None:
-    commit = _output(["git", "-C", str(ROOT), "rev-parse", "HEAD"])
-    changed = _output(["git", "-C", str(ROOT), "status", "--porcelain", "--untracked-files=no"])
-    return f"{commit} with uncommitted changes" if commit and changed else commit
-
-
-def _output(command: list[str]) -> str | None:
-    """What a command prints; None where it is missing or fails."""
+def _measure_engine(
+    choice: Choice, model: str, workloads: Sequence[str], ceilings: Ceilings, baselines: dict[str, Any]
+) -> Iterator[tuple[list[Figure], dict[str, Any]]]:
+    """One engine, its weights filled once, for all its workloads."""
+    started = time.perf_counter()
+    engine = Engine(compose_config(parse(_engine_words(choice, model))))
+    facts = {"start_seconds": round(time.perf_counter() - started, 2), "kv_blocks": engine.plan.num_blocks}
+    name = Path(model).name
     try:
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
+        bench = EngineBench(engine, name, ceilings, baselines)
+        for workload in workloads:
+            figures = bench.measure(workload, limit=choice.limit, rounds=choice.rounds)
+            if engine.parts.device.type == "cuda":
+                facts["peak_gb"] = round(torch.cuda.max_memory_allocated() / 1e9, 2)
+            yield figures, {name: facts | {"stats": engine.count_experts().as_dict()}}
+    finally:
+        engine.close()
+
+
+def _engine_words(choice: Choice, model: str) -> list[str]:
+    """What compose_config gets. A shape in benchmarks/models/ becomes its folder."""
+    folder = ROOT / "benchmarks" / "models" / model
+    path = folder if (folder / "config.json").is_file() else model
+    return [*DEFAULTS, f"--model={path}", f"engine.device={choice.device}", *choice.engine_words]
+
+
+def read_choice(words: Sequence[str]) -> Choice:
+    """This file's own keys, checked; the other words are for launch.generate, if an engine is wanted at all."""
+    own: dict[str, str] = {}
+    rest = []
+    for word in words:
+        name, equals, text = word.partition("=")
+        if equals and name in OWN_KEYS:
+            own[name] = text
+        else:
+            rest.append(word)
+    workloads = _list(own.get("workload", ""))
+    if not workloads or any(workload not in WORKLOADS for workload in workloads):
+        raise ValueError(f"workload={own.get('workload')} is unknown; give some of {','.join(sorted(WORKLOADS))}.")
+    if rest and not any(workload in ENGINE_WORKLOADS for workload in workloads):
+        guess = difflib.get_close_matches(rest[0].partition("=")[0], OWN_KEYS, n=1)
+        raise ValueError(
+            f"{rest[0]} is no key of workload={own['workload']}; "
+            + (f"did you mean {guess[0]}=?" if guess else f"the keys are {', '.join(OWN_KEYS)}.")
+        )
+    if "picture" in own:
+        check_matplotlib()
+    return Choice(
+        workloads=tuple(workload for workload in WORKLOADS if workload in workloads),
+        models=_list(own.get("model", "demo")),
+        device=own.get("device", "auto"),
+        limit=_number(own, "limit", int, None),
+        rounds=_number(own, "rounds", int, None),
+        shapes=tuple(layer_shape(text) for text in _list(own.get("shapes", "mixtral,qwen3,dsv3-ep8"))),
+        tokens=tuple(_positive("tokens", text) for text in _list(own["tokens"])) if "tokens" in own else TOKENS,
+        parts=_flag(own.get("parts", "true")),
+        layouts=tuple(head_layout(text) for text in (_list(own["attention"]) if "attention" in own else LISTED)),
+        points=tuple(_point(text) for text in _list(own["points"])) if "points" in own else None,
+        seconds=_number(own, "seconds", float, 0.2) or 0.2,
+        commit=own.get("commit"),
+        result=_file(own, "result"),
+        picture=_file(own, "picture"),
+        engine_words=tuple(rest),
+    )
+
+
+def _list(text: str) -> tuple[str, ...]:
+    return tuple(part for part in text.split(",") if part)
+
+
+def _positive(name: str, text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise ValueError(f"{name}={text} is no whole number above 0.")
+    return int(text)
+
+
+def _point(text: str) -> tuple[int, int]:
+    sequences, _, length = text.partition("x")
+    return _positive("points", sequences), _positive("points", length)
+
+
+def _flag(text: str) -> bool:
+    if text not in ("true", "false"):
+        raise ValueError(f"parts={text} must be true or false.")
+    return text == "true"
+
+
+def _number(own: dict[str, str], name: str, kind: Callable[[str], Any], default: Any) -> Any:
+    if name not in own:
+        return default
+    try:
+        value = kind(own[name])
+    except ValueError:
+        value = 0
+    if not value > 0:
+        raise ValueError(f"{name}={own[name]} must be a number above 0.")
+    return value
+
+
+def _file(own: dict[str, str], name: str) -> Path | None:
+    """Checked before an hour of measuring, not after it."""
+    if name not in own:
         return None
+    path = Path(own[name])
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        raise ValueError(f"{name}={path} cannot be written: it must be a file in a folder that exists.")
+    return path
 
 
-def _print(record: dict[str, Any]) -> None:
-    table = Table(title=f"{record['workload']} {record['model']} on {record['device']}")
-    for column in ("figure", "value", "p5", "p95"):
-        table.add_column(column)
-    for figure in record["figures"]:
-        spread = [f"{figure[name]:,.2f}" if name in figure else "" for name in ("p5", "p95")]
-        table.add_row(figure["name"], f"{figure['value']:,.2f}", *spread)
-    Console().print(table)
+def _release(device: torch.device) -> None:
+    """Give memory back before the next piece measures what is free."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 if __name__ == "__main__":

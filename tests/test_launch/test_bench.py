@@ -1,4 +1,4 @@
-"""The workloads are the published ones, and a tiny run fills every field. What the numbers are is no test of ours."""
+"""A command line becomes pieces of work, and a tiny run of each fills every field. What the numbers are is no test."""
 
 from __future__ import annotations
 
@@ -6,19 +6,21 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
-from launch import bench
+from launch import bench, bench_engine
+from launch.figure import load_baselines
+from launch.roofline import Ceilings
 from moe.model.families.registry import parse_config
 
 MODELS = Path(__file__).resolve().parents[2] / "benchmarks" / "models"
 
 
-def test_w1_has_the_published_totals() -> None:
-    prompts = bench.throughput_prompts(1000)
-    assert len(prompts) == 512
-    assert sum(len(prompt.token_ids) for prompt in prompts) == 288_251
-    assert sum(prompt.num_outputs for prompt in prompts) == 136_648
-    assert prompts[0].token_ids == bench.throughput_prompts(1000)[0].token_ids
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No probe of a slow processor, and no change of pytest's logging."""
+    monkeypatch.setattr(bench, "set_up_logging", lambda console: None)
+    monkeypatch.setattr(bench, "measure_ceilings", lambda device: Ceilings(1e9, 2e9, "a test"))
 
 
 @pytest.mark.parametrize(
@@ -37,19 +39,67 @@ def test_shapes(name: str, layers: int, hidden: int, vocab: int, experts: int, t
 
 
 def test_a_tiny_run_writes_a_whole_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench, "set_up_logging", lambda console: None)
-    monkeypatch.setattr(bench, "DECODE_BATCHES", (2,))
-    monkeypatch.setattr(bench, "even_prompts", lambda vocab, n, *_: [bench.Prompt([5, 6, 7], 4)] * n)
-    result = tmp_path / "result.json"
-    words = ["workload=w2", "model=demo", f"result={result}", "engine.device=cpu", "cache.num_blocks=64"]
-    assert bench.main([*words, "engine.max_model_len=128"]) == 0
+    monkeypatch.setattr(bench_engine, "DECODE_BATCHES", (2,))
+    monkeypatch.setattr(bench_engine, "even_prompts", lambda vocab, n, *_: [bench_engine.Prompt([5, 6, 7], 4)] * n)
+    result, picture = tmp_path / "result.json", tmp_path / "roofline.png"
+    words = ["workload=w2,w4,w5", "model=demo", "device=cpu", "shapes=tiny", "tokens=3", "attention=tiny-gqa"]
+    words += [f"result={result}", f"picture={picture}", "seconds=0.001", "parts=false", "commit=abc"]
+    assert bench.main([*words, "cache.num_blocks=64", "engine.max_model_len=128"]) == 0
     record = json.loads(result.read_text())
-    assert record["figures"][0]["name"] == "decode step at batch 2, ms"
-    assert len(record["figures"][0]["samples"]["step_ms"]) == 3  # the first of four tokens comes from the prefill
+    assert [(each["workload"], each["subject"], each["name"]) for each in record["figures"]] == [
+        ("w5", "tiny-gqa", "2x40"),
+        ("w4", "tiny", "T=3"),
+        ("w2", "demo", "batch 2"),
+    ]
+    decode = record["figures"][-1]
+    assert len(decode["samples"]) == 3  # the first of four tokens comes from the prefill
+    # A batch of two hits at least its two experts a layer, at most four.
+    assert 2 <= decode["extra"]["hit/layer"] <= 4
+    assert all(each["floor"] > 0 and each["value"] > 0 for each in record["figures"])
+    assert record["ceilings"] == {"tb_s": 0.001, "tflop_s": 0.002, "source": "a test"}
+    assert record["engines"]["demo"]["kv_blocks"] == 64
     assert {"commit", "device", "clocks", "command", "software", "date"} <= set(record)
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert result.stat().st_size < 200_000
 
 
-@pytest.mark.parametrize("words", [[], ["workload=w9"], ["workload=w1", "modle=x"]])
-def test_wrong_words(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        ([], "workload=None is unknown"),
+        (["workload=w9"], "workload=w9 is unknown"),
+        (["workload=w1", "modle=x"], "modle"),
+        (["workload=w4", "shape=qwen3"], "did you mean shapes=?"),
+        (["workload=w4", "shapes=qwen4"], "use mixtral, qwen3, dsv3-ep8"),
+        (["workload=w4", "shapes=E4-k5-D8-F8"], "k must lie in 1 to E"),
+        (["workload=w4", "tokens=8,x"], "tokens=x is no whole number"),
+        (["workload=w5", "attention=gqa"], "attention=gqa is unknown"),
+        (["workload=w5", "points=64"], "points= is no whole number"),
+        (["workload=w5", "seconds=0"], "seconds=0 must be a number above 0"),
+        (["workload=w5", "result=/nowhere/at/all.json"], "a folder that exists"),
+        (["workload=w5", "device=tpu"], "engine.device='tpu' is not known"),
+    ],
+)
+def test_wrong_words(words: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert bench.main(words) == 2
-    assert "error: " in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and text in error
+
+
+def test_a_known_card_has_one_bandwidth_for_all_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Floors of two runs compare; the rate of products is the run's own, as the baselines' percentages are."""
+    monkeypatch.setattr("launch.machine.device_name", lambda device: "NVIDIA H200")
+    record, ceilings = bench.begin_record(torch.device("cpu"), load_baselines(), ["x"], None)
+    assert (ceilings.bytes_per_s, ceilings.flops_per_s) == (4.42e12, 2e9)
+    assert record["probe"]["tb_s"] == 0.001
+
+
+def test_workloads_run_in_the_order_that_memory_wants() -> None:
+    assert bench.read_choice(["workload=w3,w1,w4,w5"]).workloads == ("w5", "w4", "w1", "w3")
+
+
+def test_a_model_shape_becomes_its_folder() -> None:
+    choice = bench.read_choice(["workload=w2", "model=qwen3-30b-a3b,demo", "cache.block_size=32"])
+    words = [bench._engine_words(choice, model) for model in choice.models]
+    assert words[0][3] == f"--model={MODELS / 'qwen3-30b-a3b'}" and words[1][3] == "--model=demo"
+    assert words[0][-1] == "cache.block_size=32"
