@@ -1,4 +1,4 @@
-"""The examples of the README do what it says: lines are answered in its form, its Python runs, its links lead somewhere."""
+"""The README's examples do what it says: lines are answered in its form, its Python runs, its links exist."""
 
 from __future__ import annotations
 
