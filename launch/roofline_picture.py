@@ -47,6 +47,7 @@ def check_matplotlib() -> None:
 
 
 def points_of(figures: Iterable[Figure]) -> list[Point]:
+    """The figures that have a place in the picture."""
     found = [
         point(f"{each.workload} {each.subject}", each.name, each.bytes, each.flops, each.seconds) for each in figures
     ]

@@ -1,0 +1,309 @@
+"""Try tiles of the grouped products: `python -m launch.tune shapes=qwen3 tokens=1,64 seconds=60 result=tiles.json`.
+
+For each layer shape and number of tokens, both products: every candidate once briefly, then the best few and the rule's
+own choice interleaved, by graph replay over rotating operands. Compiling is most of the work, so worker processes fill
+Triton's cache first, side by side. `seconds` bounds the measuring of all points together; what did not fit is said.
+
+Knows tiles and what may fit a card; changes no rule: the result is a table to choose from.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass, field
+from itertools import product
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from kernels.grouped_gemm import grouped_gemm_swiglu_triton, grouped_gemm_triton
+from kernels.tiles import TileConfig
+from launch.bench_layer import LayerBank, LayerOperands, LayerShape, experts_hit, layer_shape
+from launch.figure import number, short
+from launch.machine import machine_record
+from launch.replay import Call, time_variants
+
+Product = Literal["gemm1", "gemm2"]  # gate and up with SwiGLU; down
+PRODUCTS: tuple[Product, ...] = ("gemm1", "gemm2")
+SHARED_BYTES = 227 << 10  # of one program on a Hopper card
+FINALISTS = 4
+KEYS = ("shapes", "tokens", "products", "seconds", "workers", "commit", "result")
+
+
+@dataclass(frozen=True)
+class Point:
+    """One product of one layer at one number of tokens. `rows`: of an expert that is hit, on average."""
+
+    shape: str
+    product: Product
+    num_tokens: int
+    rows: float
+
+
+@dataclass
+class Outcome:
+    """Seconds of each tile tried, then of the finalists; the tile of the rule is called `rule`."""
+
+    point: Point
+    screened: dict[TileConfig, float] = field(default_factory=dict)
+    final: dict[str, float] = field(default_factory=dict)
+    skipped: int = 0
+
+    @property
+    def best(self) -> str | None:
+        """The fastest of the finalists; the rule only if none beats it."""
+        return min(self.final, key=lambda name: self.final[name], default=None)
+
+    @property
+    def rule_over_best(self) -> float | None:
+        return self.final["rule"] / self.final[self.best] if self.best and "rule" in self.final else None
+
+
+def tile_name(tile: TileConfig) -> str:
+    """
+    >>> tile_name(TileConfig(16, 64, 128, 4, 5))
+    '16x64x128 w4 s5'
+    """
+    return f"{tile.block_m}x{tile.block_n}x{tile.block_k} w{tile.num_warps} s{tile.num_stages}"
+
+
+def candidates(rows: float, num_products: int) -> list[TileConfig]:
+    """Tiles worth trying for so many rows an expert: they fit shared memory and registers, and no warp idles.
+
+    Few rows: flat tiles of any depth. Many: large ones.
+    """
+    if rows <= 16:
+        sizes = product((16,), (32, 64, 128), (64, 128, 256), (4,), (3, 4, 5))
+    elif rows <= 96:
+        sizes = product((16, 32, 64), (32, 64, 128), (64, 128), (4,), (3, 4, 5))
+    else:
+        sizes = product((64, 128), (64, 128, 256), (32, 64, 128), (4, 8), (3, 4))
+    tiles = [TileConfig(*size) for size in sizes]
+    return [tile for tile in tiles if fits(tile, num_products)]
+
+
+def fits(tile: TileConfig, num_products: int) -> bool:
+    """bf16 operands of all stages in shared memory; 4 to 128 fp32 sums a thread."""
+    shared = tile.num_stages * (tile.block_m + num_products * tile.block_n) * tile.block_k * 2
+    sums = tile.block_m * tile.block_n * num_products / (tile.num_warps * 32)
+    return shared <= SHARED_BYTES and 4 <= sums <= 128
+
+
+def tune_point(
+    point: Point,
+    tiles: Sequence[TileConfig],
+    time_tiles: Callable[[dict[str, TileConfig | None], float], dict[str, float]],
+    deadline: float,
+    clock: Callable[[], float] = time.monotonic,
+) -> Outcome:
+    """Screen the tiles until the deadline, then settle between the best and the rule.
+
+    `time_tiles` gives the seconds of each named tile (None: the rule's), measured together for so long.
+    """
+    outcome = Outcome(point)
+    for index, tile in enumerate(tiles):
+        if clock() > deadline:
+            outcome.skipped = len(tiles) - index
+            break
+        outcome.screened[tile] = time_tiles({"tile": tile}, 0.01)["tile"]
+    best = sorted(outcome.screened, key=lambda tile: outcome.screened[tile])[:FINALISTS]
+    named: dict[str, TileConfig | None] = {tile_name(tile): tile for tile in best}
+    outcome.final = time_tiles(named | {"rule": None}, 0.15)
+    return outcome
+
+
+def product_calls(rotation: Sequence[LayerOperands], which: Product, tile: TileConfig | None) -> list[Call]:
+    """The calls of one product over a rotation. Rows are packed beforehand; gemm2 reads random rows."""
+    calls: list[Call] = []
+    for operands in rotation:
+        inputs = operands.dispatcher.dispatch(operands.x_TD, *operands.routing)
+        if which == "gemm1":
+            calls.append(
+                lambda inputs=inputs, w=operands.w13_S2FD: grouped_gemm_swiglu_triton(
+                    inputs.rows_XD,
+                    w,
+                    inputs.offsets_S1,
+                    row_index_R=inputs.row_index_R,
+                    num_rows=inputs.num_rows,
+                    tile=tile,
+                )
+            )
+        else:
+            h_RF = operands.x_TD.new_empty(inputs.num_rows, operands.w2_SDF.shape[2]).normal_()
+            calls.append(
+                lambda inputs=inputs, h=h_RF, w=operands.w2_SDF: grouped_gemm_triton(
+                    h, w, inputs.offsets_S1, num_rows=inputs.num_rows, tile=tile
+                )
+            )
+    return calls
+
+
+def compile_tile(shape: LayerShape, which: Product, tile: TileConfig) -> str | None:
+    """Compile one tile for a shape, in a process of its own: no row is computed. What went wrong, or None."""
+    device = torch.device("cuda")
+    offsets_S1 = torch.zeros(shape.num_experts + 1, dtype=torch.int32, device=device)
+    index_R = torch.zeros(16, dtype=torch.int32, device=device)
+
+    def empty(*sizes: int) -> Tensor:
+        return torch.empty(sizes, dtype=torch.bfloat16, device=device)
+
+    try:
+        if which == "gemm1":
+            w_S2FD = empty(shape.num_experts, 2 * shape.width, shape.hidden)
+            x_XD = empty(16, shape.hidden)
+            grouped_gemm_swiglu_triton(x_XD, w_S2FD, offsets_S1, row_index_R=index_R, num_rows=16, tile=tile)
+        else:
+            w_SDF = empty(shape.num_experts, shape.hidden, shape.width)
+            grouped_gemm_triton(empty(16, shape.width), w_SDF, offsets_S1, num_rows=16, tile=tile)
+        torch.cuda.synchronize()
+    except Exception as error:  # a tile that cannot be compiled must not end the sweep
+        return f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
+    return None
+
+
+class Tuner:
+    """Points of several shapes under one deadline."""
+
+    def __init__(self, device: torch.device, workers: int, seconds: float, console: Console) -> None:
+        self.device, self.workers, self.seconds, self.console = device, workers, seconds, console
+        self.failed: dict[str, str] = {}
+        self._compiled: dict[tuple[str, Product, TileConfig], bool] = {}
+
+    def compile(self, wanted: Iterable[tuple[LayerShape, Product, TileConfig]]) -> float:
+        """Fill Triton's cache; seconds it took."""
+        jobs = list(dict.fromkeys(wanted))
+        started = time.monotonic()
+        context = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(self.workers, mp_context=context) as pool:
+            for (shape, which, tile), error in zip(jobs, pool.map(compile_tile, *zip(*jobs), chunksize=1)):
+                self._compiled[shape.name, which, tile] = error is None
+                if error is not None:
+                    self.failed[f"{shape.name} {which} {tile_name(tile)}"] = error
+        return time.monotonic() - started
+
+    def run(self, shapes: Sequence[LayerShape], tokens: Sequence[int], products: Sequence[Product]) -> list[Outcome]:
+        """Every point gets an equal part of the time that is left when its turn comes."""
+        points: list[tuple[LayerShape, int, Product, list[TileConfig]]] = [
+            (shape, num_tokens, which, candidates(mean_rows(shape, num_tokens), 2 if which == "gemm1" else 1))
+            for shape in shapes
+            for num_tokens in tokens
+            for which in products
+        ]
+        compile_s = self.compile((shape, which, tile) for shape, _, which, tiles in points for tile in tiles)
+        self.console.print(f"compiled in {compile_s:.1f} s; {len(self.failed)} tiles could not be")
+        end = time.monotonic() + self.seconds
+        outcomes: list[Outcome] = []
+        bank: LayerBank | None = None
+        for index, (shape, num_tokens, which, tiles) in enumerate(points):
+            if bank is None or bank.shape != shape:
+                del bank
+                torch.cuda.empty_cache()
+                bank = LayerBank(shape, self.device)
+            rotation = bank.operands(num_tokens)
+            rows = num_tokens * shape.top_k / experts_hit(rotation)
+            now = time.monotonic()
+            deadline = now + max(end - now, 0.0) / (len(points) - index)
+            usable = [tile for tile in tiles if self._compiled[shape.name, which, tile]]
+            point = Point(shape.name, which, num_tokens, rows)
+            outcomes.append(tune_point(point, usable, self._timer(rotation, which), deadline))
+        return outcomes
+
+    def _timer(
+        self, rotation: Sequence[LayerOperands], which: Product
+    ) -> Callable[[dict[str, TileConfig | None], float], dict[str, float]]:
+        def time_tiles(named: dict[str, TileConfig | None], seconds: float) -> dict[str, float]:
+            variants = {name: product_calls(rotation, which, tile) for name, tile in named.items()}
+            timings = time_variants(variants, self.device, seconds=seconds)
+            return {name: timing.median for name, timing in timings.items()}
+
+        return time_tiles
+
+
+def mean_rows(shape: LayerShape, num_tokens: int) -> float:
+    """Rows of an expert, of all of them: the sparse end is one row, whatever the mean."""
+    return max(1.0, num_tokens * shape.top_k / shape.num_experts)
+
+
+def as_dict(outcome: Outcome) -> dict[str, Any]:
+    """JSON-ready; microseconds."""
+    screened = sorted(outcome.screened.items(), key=lambda item: item[1])
+    return asdict(outcome.point) | {
+        "best": outcome.best,
+        "rule_over_best": None if outcome.rule_over_best is None else short(outcome.rule_over_best),
+        "final_us": {name: short(seconds * 1e6) for name, seconds in outcome.final.items()},
+        "screened_us": {tile_name(tile): short(seconds * 1e6) for tile, seconds in screened},
+        "skipped": outcome.skipped,
+    }
+
+
+def print_outcomes(outcomes: Sequence[Outcome], console: Console) -> None:
+    """Best tile, its time, and how far the rule is from it."""
+    table = Table(title="tiles")
+    for column in ("shape", "product", "T", "rows", "best", "us", "rule us", "rule/best", "tried", "skipped"):
+        table.add_column(column, no_wrap=True)
+    for outcome in outcomes:
+        point, final = outcome.point, outcome.final
+        assert outcome.best is not None, "a point without a final"
+        table.add_row(
+            point.shape,
+            point.product,
+            str(point.num_tokens),
+            number(point.rows),
+            outcome.best,
+            number(final[outcome.best] * 1e6),
+            number(final["rule"] * 1e6),
+            number(outcome.rule_over_best or 0.0),
+            str(len(outcome.screened)),
+            str(outcome.skipped),
+        )
+    console.print(table)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Sweep, print, write. 2: a wrong command line, or no GPU."""
+    words = sys.argv[1:] if argv is None else list(argv)
+    try:
+        own = read_words(words)
+        shapes = [layer_shape(text) for text in own.get("shapes", "qwen3,mixtral,dsv3-ep8").split(",")]
+        tokens = [int(text) for text in own.get("tokens", "1,8,64,256,1024,4096,16384").split(",")]
+        products: list[Product] = [name for name in PRODUCTS if name in own.get("products", "gemm1,gemm2").split(",")]
+        seconds, workers = float(own.get("seconds", "120")), int(own.get("workers", "12"))
+        if not torch.cuda.is_available():
+            raise ValueError("tiles are chosen by timing them on an NVIDIA GPU, and torch sees none.")
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    console, device = Console(width=200), torch.device("cuda", torch.cuda.current_device())
+    record = machine_record(device, "python -m launch.tune " + " ".join(words), own.get("commit"))
+    tuner = Tuner(device, workers, seconds, console)
+    outcomes = tuner.run(shapes, tokens, products)
+    print_outcomes(outcomes, console)
+    if "result" in own:
+        whole = record | {"failed": tuner.failed, "points": [as_dict(outcome) for outcome in outcomes]}
+        Path(own["result"]).write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
+        print(f"result: {own['result']}")
+    return 0
+
+
+def read_words(words: Sequence[str]) -> dict[str, str]:
+    """key=value words; ValueError for a key that is not one."""
+    own = {}
+    for word in words:
+        name, equals, text = word.partition("=")
+        if not equals or name not in KEYS:
+            raise ValueError(f"{word} is unknown; the keys are {', '.join(KEYS)}.")
+        own[name] = text
+    return own
+
+
+if __name__ == "__main__":
+    sys.exit(main())
