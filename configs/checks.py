@@ -6,10 +6,38 @@ Each message names the key, its value, what it conflicts with and the way out.
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 from configs.schema import Config, Section
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
+
+
+class Range(NamedTuple):
+    """From `low` (above it, if open) to `high`, which None leaves open."""
+
+    low: float
+    high: float | None = None
+    low_open: bool = False
+
+
+# Of the numbers among the sampling parameters, whoever sets them: key, line or call. Where no limit lies in the
+# meaning, it is what fp32 logits and 64-bit ids hold with room to spare: beyond, a step fails and all in it.
+SAMPLING_RANGES = {
+    "n": Range(1, 1024),
+    "max_tokens": Range(1),
+    "min_tokens": Range(0),
+    "temperature": Range(0, 1e6),
+    "top_p": Range(0, 1, low_open=True),
+    "top_k": Range(-1, 2**31 - 1),
+    "min_p": Range(0, 1),
+    "repetition_penalty": Range(1e-3, 1e3),
+    "presence_penalty": Range(-2, 2),
+    "frequency_penalty": Range(-2, 2),
+    "seed": Range(-(2**63), 2**64 - 1),
+    "logprobs": Range(0, 128),
+    "prompt_logprobs": Range(0, 128),
+}
 
 
 def freeze(config: Config) -> Config:
@@ -46,19 +74,8 @@ def _check_choices(config: Config) -> None:
 
 def _check_sampling(config: Config) -> None:
     sampling = config.sampling
-    _number("sampling.max_tokens", sampling.max_tokens, 1)
-    _number("sampling.min_tokens", sampling.min_tokens, 0)
-    _number("sampling.temperature", sampling.temperature, 0)
-    _number("sampling.top_p", sampling.top_p, 0, 1, low_open=True)
-    _number("sampling.top_k", sampling.top_k, -1)
-    _number("sampling.min_p", sampling.min_p, 0, 1)
-    _number("sampling.repetition_penalty", sampling.repetition_penalty, 0, low_open=True)
-    _number("sampling.presence_penalty", sampling.presence_penalty, -2, 2)
-    _number("sampling.frequency_penalty", sampling.frequency_penalty, -2, 2)
-    _number("sampling.seed", sampling.seed, -(2**63), 2**63 - 1)
-    _number("sampling.n", sampling.n, 1, 1024)
-    _number("sampling.logprobs", sampling.logprobs, 0, 128)
-    _number("sampling.prompt_logprobs", sampling.prompt_logprobs, 0, 128)
+    for name, allowed in SAMPLING_RANGES.items():
+        _number(f"sampling.{name}", getattr(sampling, name), *allowed)
     if "" in sampling.stop:
         raise ValueError(
             f"sampling.stop={sampling.stop} has an empty string, which would match everywhere; leave it out."
@@ -74,7 +91,7 @@ def _check_sampling(config: Config) -> None:
 
 def _check_engine(config: Config) -> None:
     engine, sampling = config.engine, config.sampling
-    _number("engine.max_model_len", engine.max_model_len, 1)
+    _number("engine.max_model_len", engine.max_model_len, 2)  # a prompt of one token and a token
     _number("engine.max_num_seqs", engine.max_num_seqs, 1)
     _number("engine.max_batched_tokens", engine.max_batched_tokens, 1)
     _number("engine.prefill_chunk", engine.prefill_chunk, 1)
@@ -95,7 +112,7 @@ def _check_engine(config: Config) -> None:
 
 def _check_cache(config: Config) -> None:
     cache = config.cache
-    _number("cache.block_size", cache.block_size, 1, 1024)
+    _number("cache.block_size", cache.block_size, 1, 256)
     _number("cache.num_blocks", cache.num_blocks, 1)
     _number("cache.memory_fraction", cache.memory_fraction, 0, 1, low_open=True)
     _number("cache.cpu_gb", cache.cpu_gb, 0, low_open=True)
@@ -115,10 +132,16 @@ def _one_of(name: str, value: str, choices: tuple[str, ...]) -> None:
         raise ValueError(f"{name}={value!r} is unknown; give {' or '.join(choices)}.")
 
 
-def _number(name: str, value: float | None, low: float, high: float | None = None, *, low_open: bool = False) -> None:
+def in_range(value: float, low: float, high: float | None = None, low_open: bool = False) -> bool:
+    """Whether a number is finite and within; whole numbers of any size may be asked."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return False
+    return (low < value if low_open else low <= value) and (high is None or value <= high)
+
+
+def _number(name: str, value: float | None, low: float, high: float | None = None, low_open: bool = False) -> None:
     """None passes: it stands for a default."""
-    if value is None:
+    if value is None or in_range(value, low, high, low_open):
         return
-    if not math.isfinite(value) or value < low or (low_open and value == low) or (high is not None and value > high):
-        allowed = f"{'above' if low_open else 'from'} {low:.0f}" + (f" to {high:.0f}" if high is not None else " up")
-        raise ValueError(f"{name}={value} is out of range; give a value {allowed}.")
+    allowed = f"{'above' if low_open else 'from'} {low:.12g}" + (f" to {high:.12g}" if high is not None else " up")
+    raise ValueError(f"{name}={value} is out of range; give a value {allowed}.")

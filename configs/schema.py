@@ -7,6 +7,7 @@ Knows nothing of Hydra (registration is in `launch/`), torch or models: standard
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields, is_dataclass
+from operator import attrgetter
 from typing import Any
 
 
@@ -154,3 +155,8 @@ def known_keys() -> tuple[Key, ...]:
 
     visit(Config(), "")
     return tuple(found)
+
+
+def changed_keys(config: Config) -> tuple[str, ...]:
+    """The keys whose values are not the defaults, in the order of the schema."""
+    return tuple(key.name for key in known_keys() if attrgetter(key.name)(config) != key.default)

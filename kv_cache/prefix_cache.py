@@ -110,9 +110,14 @@ class PrefixCache:
         self._block_of[key] = block
         self._key_of[block] = key
 
-    def release(self, table: BlockTable) -> None:
-        """Give back every block of the table and empty it; an empty table is fine."""
+    def release(self, table: BlockTable, *, forget: bool = False) -> None:
+        """Give back every block of the table and empty it; an empty table is fine.
+
+        `forget`: what the blocks hold must not serve anybody again. Others that share one keep it until they end.
+        """
         for block in reversed(table.clear()):
+            if forget:
+                self._forget(block)
             keep = block in self._key_of
             if self.allocator.release(block, keep=keep) and keep:
                 self._idle[block] = None
@@ -128,7 +133,13 @@ class PrefixCache:
         """A block to write: a free one, else the least recently released kept one, which is forgotten."""
         if self.allocator.num_free == 0:
             block, _ = self._idle.popitem(last=False)
-            del self._block_of[self._key_of.pop(block)]
+            self._forget(block)
             self.allocator.evict(block)
             self.num_evicted += 1
         return self.allocator.allocate()
+
+    def _forget(self, block: int) -> None:
+        """The block, if it could be found by its content, cannot be any more."""
+        key = self._key_of.pop(block, None)
+        if key is not None:
+            del self._block_of[key]

@@ -77,7 +77,6 @@ def _run(config: Config, words: Sequence[str]) -> int:
             return USAGE
         if config.job.dry_run:
             return code
-    _check_report(config)
     with AnswerFile.open(files.output, overwrite=files.overwrite) as answers:
         engine = Engine(config)
         try:
@@ -120,14 +119,18 @@ def _answer(
         failed=job.lines_failed,
         seconds=job.seconds,
     )
-    if config.input is None:
+    if config.input is None and files.output.is_file():
         _show_answers(files.output)
     print_report(Console(), report)
     print(f"answers: {files.output}")
-    if config.job.report is not None:
+    if files.report is not None:
         command = shlex.join(["python", "-m", "launch.generate", *words])
         record = {"version": __version__, "command": command, "output": str(files.output), **report.as_dict()}
-        Path(config.job.report).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+        try:
+            files.report.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+        except OSError as error:
+            print(f"error: job.report={files.report} cannot be written: {error.strerror}", file=sys.stderr)
+            return FAULT
     return SOME_FAILED if job.lines_failed else OK
 
 
@@ -144,14 +147,6 @@ def _check_lines(config: Config, files: JobFiles) -> int:
         print(f"... and {num_bad - SHOWN_BAD_LINES} more", file=sys.stderr)
     print(f"{num_lines} lines read, {num_bad} of them cannot be run")
     return SOME_FAILED if num_bad else OK
-
-
-def _check_report(config: Config) -> None:
-    if config.job.report is None:
-        return
-    path = Path(config.job.report)
-    if path.is_dir() or not path.absolute().parent.is_dir():
-        raise ValueError(f"job.report={path} cannot be written: it must be a file in a folder that exists.")
 
 
 def _show_answers(path: Path) -> None:

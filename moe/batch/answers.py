@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import os
 from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO
@@ -25,7 +26,7 @@ class AnswerFile:
     @classmethod
     def open(cls, path: Path, *, overwrite: bool) -> AnswerFile:
         """Open for writing, old content untouched until `begin`. ValueError where that cannot work."""
-        is_new = not path.exists()
+        is_new = not os.path.exists(path)  # Path's own method raises where a name is too long
         if not is_new and not overwrite and path.stat().st_size > 0:
             raise ValueError(f"output={path} exists; give another name, or job.overwrite=true to replace it.")
         try:

@@ -8,6 +8,7 @@ for an earlier one. So memory does not grow with the file. A line that cannot be
 
 from __future__ import annotations
 
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -60,11 +61,12 @@ class BatchEngine(Protocol):
 
 @dataclass(frozen=True)
 class JobFiles:
-    """Where lines come from and answers go, `~` expanded. The demo's own output is replaced without asking."""
+    """Where lines come from and answers go. The demo's own output is replaced without asking."""
 
     input: Path
     output: Path
     overwrite: bool
+    report: Path | None = None
 
 
 @dataclass
@@ -72,25 +74,52 @@ class _Slot:
     """One line between reader and file; `record` is set once it is finished."""
 
     line: LineRequest | None
+    num_top: int = 0  # likeliest tokens asked for at each position
     record: bytes | None = None
     failed: bool = False
 
 
 def job_files(config: Config) -> JobFiles:
-    """The job's two files, checked as far as names go. ValueError where they cannot be right."""
+    """The job's files, checked as far as names go, and that the input can be read. ValueError where one is wrong."""
     source = DEMO_PROMPTS if config.input is None else Path(config.input)
-    if not source.is_file():
-        what = "is a folder" if source.is_dir() else "does not exist"
-        raise ValueError(f"input={source} {what}; give a JSONL file of prompts.")
+    _check_input(source)
     if config.output is not None:
         output = Path(config.output)
     else:
         output = Path(f"{'demo' if config.input is None else source.stem}.answers.jsonl")
-    if output.is_dir():
+    if os.path.isdir(output):
         raise ValueError(f"output={output} is a folder; give the name of a file in it.")
-    if output.exists() and output.samefile(source):
+    if _is_same(output, source):
         raise ValueError(f"output={output} is the input file; answers would destroy the prompts. Give another name.")
-    return JobFiles(source, output, config.job.overwrite or (config.input is None and config.output is None))
+    report = None if config.job.report is None else Path(config.job.report)
+    if report is not None:
+        if os.path.isdir(report) or not os.path.isdir(report.absolute().parent):
+            raise ValueError(f"job.report={report} cannot be written: it must be a file in a folder that exists.")
+        for key, other in (("input", source), ("output", output)):
+            if _is_same(report, other):
+                raise ValueError(f"job.report={report} is the {key} file, which it would destroy; give another name.")
+    overwrite = config.job.overwrite or (config.input is None and config.output is None)
+    return JobFiles(source, output, overwrite, report)
+
+
+def _check_input(path: Path) -> None:
+    # Not Path's methods: they raise where the system refuses the very question (a name too long, a closed folder).
+    if os.path.exists(path) and not os.path.isfile(path):
+        what = "is a folder" if os.path.isdir(path) else "is a pipe or a device, but it may be read twice"
+        raise ValueError(f"input={path} {what}; give a JSONL file of prompts.")
+    try:
+        path.open("rb").close()
+    except FileNotFoundError:
+        raise ValueError(f"input={path} does not exist; give a JSONL file of prompts.") from None
+    except OSError as error:
+        raise ValueError(f"input={path} cannot be read: {error.strerror}; give a JSONL file of prompts.") from error
+
+
+def _is_same(path: Path, other: Path) -> bool:
+    """Whether two names mean one file, which need not exist yet."""
+    if os.path.exists(path) and os.path.exists(other):
+        return os.path.samefile(path, other)
+    return os.path.realpath(path) == os.path.realpath(other)
 
 
 def parse(line: Line | BadLine) -> LineRequest:
@@ -102,11 +131,13 @@ def parse(line: Line | BadLine) -> LineRequest:
 
 def error_record(line: Line | BadLine, kind: str, message: str) -> dict[str, Any]:
     """The error record of a line, in the form that the line has."""
-    if isinstance(line, Line) and is_openai(line.record):
+    record = line.record
+    if record is None:
+        return plain_error(None, line.number, kind, message)
+    if is_openai(record):
         status = 400 if kind == INVALID else 500
-        return openai_error(line.record.get("custom_id"), line.number, kind, message, status=status)
-    line_id = None if isinstance(line, BadLine) else plain_id(line.number, line.record)
-    return plain_error(line_id, line.number, kind, message)
+        return openai_error(record.get("custom_id"), line.number, kind, message, status=status)
+    return plain_error(plain_id(line.number, record), line.number, kind, message)
 
 
 def bad_lines(path: Path, limit: int | None, sampling: SamplingConfig) -> Iterator[tuple[int, str | None]]:
@@ -169,7 +200,7 @@ class Job:
             return self._failed(line, INVALID, str(error))
         try:
             request = Request(f"line-{line.number}", self._encode(parsed), params, parsed.prompt)
-            slot = self._running[request.request_id] = _Slot(parsed)
+            slot = self._running[request.request_id] = _Slot(parsed, params.logprobs or 0)
             self._engine.add_request(request)
         except ValueError as error:
             self._running.pop(f"line-{line.number}", None)
@@ -178,7 +209,7 @@ class Job:
 
     def _failed(self, line: Line | BadLine, kind: str, message: str) -> _Slot:
         self.lines_failed += 1
-        return _Slot(None, dump_line(error_record(line, kind, message)), failed=True)
+        return _Slot(None, record=dump_line(error_record(line, kind, message)), failed=True)
 
     def _encode(self, line: LineRequest) -> list[int]:
         if line.prompt_token_ids is not None:
@@ -212,7 +243,7 @@ class Job:
         elif line.form == "plain":
             record = plain_answer(line, result)
         else:
-            record = openai_answer(line, result, self._model)
+            record = openai_answer(line, result, self._model, slot.num_top)
         slot.record, slot.line = dump_line(record), None
 
     def _write(self, answers: AnswerFile) -> None:

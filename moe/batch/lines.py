@@ -13,6 +13,8 @@ from typing import Any, BinaryIO
 
 # A longer line is an error record: a file without line ends must not be read into memory as one record.
 MAX_LINE_BYTES = 64 << 20
+# Deeper objects and lists are refused: what walks or writes a record later is recursive and would fail at some depth.
+MAX_NESTING = 100
 BOM = b"\xef\xbb\xbf"
 # Legal inside a JSON string, but other readers split lines there; and halves of surrogate pairs, which UTF-8 lacks.
 _ESCAPED = re.compile("[\x7f\x85\u2028\u2029\ud800-\udfff]")
@@ -29,10 +31,11 @@ class Line:
 
 @dataclass(frozen=True)
 class BadLine:
-    """A line that holds no usable object, and why."""
+    """A line that holds no usable object, and why. `record`: what could be read of it all the same, for its id."""
 
     number: int
     reason: str
+    record: dict[str, Any] | None = None
 
 
 def read_lines(file: BinaryIO, limit: int | None = None) -> Iterator[Line | BadLine]:
@@ -59,12 +62,25 @@ def read_lines(file: BinaryIO, limit: int | None = None) -> Iterator[Line | BadL
 
 def parse_line(number: int, raw: bytes) -> Line | BadLine:
     """One line without its end. Strict JSON: NaN and Infinity are no numbers, a key stands once."""
+    faults: list[str] = []
+
+    def no_constant(name: str) -> None:
+        faults.append(f"not JSON: {name} is no number")
+
+    def no_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        record = dict(pairs)
+        if len(record) != len(pairs):
+            names = [name for name, _ in pairs]
+            twice = next(name for name in names if names.count(name) > 1)
+            faults.append(f"key {twice!r} stands twice in one object")
+        return record
+
     try:
         text = raw.decode("utf-8")
     except UnicodeDecodeError as error:
         return BadLine(number, f"byte {error.start + 1} is not UTF-8: {error.reason}")
     try:
-        record = json.loads(text, parse_constant=_no_constant, object_pairs_hook=_no_twins)
+        record = json.loads(text, parse_constant=no_constant, object_pairs_hook=no_twins)
     except json.JSONDecodeError as error:
         return BadLine(number, f"not JSON: {error.msg} at column {error.colno}")
     except ValueError as error:
@@ -73,6 +89,10 @@ def parse_line(number: int, raw: bytes) -> Line | BadLine:
         return BadLine(number, "not usable JSON: nested too deeply")
     if not isinstance(record, dict):
         return BadLine(number, f"a JSON object is needed, this is {_kind(record)}")
+    if raw.count(b"[") + raw.count(b"{") > MAX_NESTING and _is_deep(record):
+        return BadLine(number, f"nested too deeply: more than {MAX_NESTING} lists and objects in each other")
+    if faults:
+        return BadLine(number, faults[0], record)
     if "\\u" in text and _HALF_PAIR.search(json.dumps(record, ensure_ascii=False)):
         return BadLine(number, r"a text holds half of a surrogate pair (\ud800 to \udfff alone), which is no character")
     return Line(number, record)
@@ -84,17 +104,19 @@ def dump_line(record: dict[str, Any]) -> bytes:
     return _ESCAPED.sub(lambda found: f"\\u{ord(found[0]):04x}", text).encode("utf-8") + b"\n"
 
 
-def _no_constant(name: str) -> float:
-    raise ValueError(f"not JSON: {name} is no number")
-
-
-def _no_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    record = dict(pairs)
-    if len(record) != len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"key {twice!r} stands twice in one object")
-    return record
+def _is_deep(value: object) -> bool:
+    """Whether lists and objects lie in each other beyond MAX_NESTING; level by level, so that no depth is too much."""
+    level = [value]
+    for _ in range(MAX_NESTING):
+        level = [
+            inner
+            for outer in level
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+            if isinstance(inner, dict | list)
+        ]
+        if not level:
+            return False
+    return True
 
 
 def _kind(value: object) -> str:

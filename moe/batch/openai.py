@@ -19,6 +19,7 @@ from moe.batch.protocol import (
     check_messages,
     check_sampling,
     check_token_ids,
+    json_logprob,
     short,
     typed,
 )
@@ -74,8 +75,8 @@ def parse_openai(number: int, record: dict[str, Any]) -> LineRequest:
     return parse(number, custom_id, body, model)
 
 
-def openai_answer(line: LineRequest, result: RequestOutput, model: str) -> dict[str, Any]:
-    """The output record of a finished line."""
+def openai_answer(line: LineRequest, result: RequestOutput, model: str, num_top: int) -> dict[str, Any]:
+    """The output record of a finished line. `num_top`: how many likeliest tokens it asked for at each position."""
     name = _hash(line.number, str(line.id))
     is_chat = line.form == "chat.completion"
     prompt, completion = len(result.prompt_token_ids), sum(len(output.token_ids) for output in result.outputs)
@@ -84,7 +85,7 @@ def openai_answer(line: LineRequest, result: RequestOutput, model: str) -> dict[
         "object": line.form,
         "created": 0,
         "model": line.model or model,
-        "choices": [(_chat_choice if is_chat else _text_choice)(output) for output in result.outputs],
+        "choices": [_chat_choice(output, num_top) if is_chat else _text_choice(output) for output in result.outputs],
         "usage": {
             "prompt_tokens": prompt,
             "completion_tokens": completion,
@@ -155,12 +156,13 @@ def _parse_completion(number: int, custom_id: str, body: dict[str, Any], model: 
     return LineRequest(number, custom_id, "text_completion", fields, prompt_token_ids=ids, model=model)
 
 
-def _chat_choice(output: CompletionOutput) -> dict[str, Any]:
+def _chat_choice(output: CompletionOutput, num_top: int) -> dict[str, Any]:
     logprobs = None
     if output.logprobs is not None:
         content = []
         for chosen, entry in zip(output.token_ids, output.logprobs, strict=True):
-            top = sorted((value for value in entry.values()), key=lambda value: value.rank)
+            # The chosen token is in the entry even where it is not among the likeliest.
+            top = sorted(entry.values(), key=lambda value: value.rank)[:num_top]
             content.append({**_token(entry[chosen]), "top_logprobs": [_token(value) for value in top]})
         logprobs = {"content": content, "refusal": None}
     return {
@@ -179,9 +181,10 @@ def _text_choice(output: CompletionOutput) -> dict[str, Any]:
         offsets = accumulate((len(token) for token in tokens), initial=0)
         logprobs = {
             "tokens": tokens,
-            "token_logprobs": [value.logprob for value in chosen],
+            "token_logprobs": [json_logprob(value.logprob) for value in chosen],
             "top_logprobs": [
-                {value.decoded_token or "": value.logprob for value in entry.values()} for entry in output.logprobs
+                {value.decoded_token or "": json_logprob(value.logprob) for value in entry.values()}
+                for entry in output.logprobs
             ],
             "text_offset": list(offsets)[: len(tokens)],
         }
@@ -190,7 +193,7 @@ def _text_choice(output: CompletionOutput) -> dict[str, Any]:
 
 def _token(value: Logprob) -> dict[str, Any]:
     text = value.decoded_token or ""
-    return {"token": text, "logprob": value.logprob, "bytes": list(text.encode("utf-8"))}
+    return {"token": text, "logprob": json_logprob(value.logprob), "bytes": list(text.encode("utf-8"))}
 
 
 def _hash(number: int, custom_id: str) -> str:

@@ -15,6 +15,7 @@ from moe.batch.protocol import (
     check_messages,
     check_sampling,
     check_token_ids,
+    json_logprob,
     typed,
 )
 from moe.engine.request import CompletionOutput, RequestOutput, TokenLogprobs
@@ -76,7 +77,7 @@ def _sample(output: CompletionOutput) -> dict[str, Any]:
     }
     if output.logprobs is not None:
         sample["logprobs"] = [
-            {"token_id": chosen, "logprob": entry[chosen].logprob, "top": _candidates(entry)}
+            {"token_id": chosen, "logprob": json_logprob(entry[chosen].logprob), "top": _candidates(entry)}
             for chosen, entry in zip(output.token_ids, output.logprobs, strict=True)
         ]
     return sample
@@ -86,6 +87,11 @@ def _candidates(entry: TokenLogprobs) -> list[dict[str, Any]]:
     """All tokens of one position that have a log-probability, likeliest first."""
     ordered = sorted(entry.items(), key=lambda item: item[1].rank)
     return [
-        {"token_id": token_id, "token": value.decoded_token, "logprob": value.logprob, "rank": value.rank}
+        {
+            "token_id": token_id,
+            "token": value.decoded_token,
+            "logprob": json_logprob(value.logprob),
+            "rank": value.rank,
+        }
         for token_id, value in ordered
     ]

@@ -16,6 +16,8 @@ from moe.engine import chat
 from moe.engine.request import SamplingParams, derive_seed
 
 LineId = Any  # any JSON value; it comes back as it went in
+# Stands for minus infinity, which JSON lacks; OpenAI's own value.
+LOWEST_LOGPROB = -9999.0
 SAMPLING_FIELDS = frozenset(item.name for item in fields(SamplingParams))
 
 
@@ -141,6 +143,11 @@ def check_sampling(values: dict[str, Any]) -> dict[str, Any]:
     except (ValueError, TypeError) as error:
         raise LineError(str(error)) from error
     return values
+
+
+def json_logprob(value: float) -> float:
+    """A log-probability as JSON can hold it."""
+    return max(value, LOWEST_LOGPROB)
 
 
 def short(value: object) -> str:

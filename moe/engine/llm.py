@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -17,13 +17,18 @@ from typing import Any
 import torch
 from rich.progress import Progress
 
-from configs.schema import CacheConfig, Config, EngineConfig, SamplingConfig
+from configs.checks import freeze
+from configs.schema import CacheConfig, Config, EngineConfig, SamplingConfig, changed_keys
 from moe.engine.engine import Engine
 from moe.engine.memory_plan import MemoryPlan
 from moe.engine.parts import Parts
 from moe.engine.request import Request, RequestOutput, SamplingParams
 from moe.engine.stats import EngineStats
 from moe.engine.tokenizer import Tokenizer
+
+# Keys of a job and of its lines, which a call of the API says for itself.
+JOB_KEYS = ("input", "output", "job.", "sampling.")
+USED_JOB_KEYS = ("job.chat_template", "sampling.seed")
 
 # A prompt: text, token ids, or {"prompt": text} / {"prompt_token_ids": ids} as a dict.
 Prompt = str | Sequence[int] | Mapping[str, Any]
@@ -57,7 +62,8 @@ class LLM:
         block_size, num_blocks, memory_fraction, cpu_gb, enable_prefix_caching: the KV cache, see configs.schema.
         max_num_seqs, max_batched_tokens, prefill_chunk: what one step may hold.
         cuda_graphs: replay decode steps, on a GPU.
-        config: everything at once, instead of all the arguments above.
+        config: everything at once, instead of all the arguments above; it is checked and closed. Of its keys for jobs
+            and lines only job.chat_template and sampling.seed mean something here; others are refused.
 
     The same prompt, seed and model give the same token ids whatever else is asked at the same time.
     """
@@ -86,7 +92,7 @@ class LLM:
         config: Config | None = None,
         parts: Parts | None = None,
     ) -> None:
-        self.config = config or Config(
+        asked = Config(
             model=model,
             revision=revision,
             tokenizer=tokenizer,
@@ -111,6 +117,9 @@ class LLM:
                 cpu_gb=cpu_gb,
             ),
         )
+        if config is not None:
+            _check_config_alone(config, asked)
+        self.config = freeze(asked if config is None else config)
         self._engine: Engine | None = Engine(self.config, parts=parts)
         self._lock = threading.RLock()
         self._boxes: dict[str, deque[RequestOutput]] = {}
@@ -129,6 +138,8 @@ class LLM:
         or a list with one for each. A prompt that cannot be answered (too long, say) gives an output with `.error` set
         and finish_reason "error"; arguments of a wrong form raise ValueError before anything runs.
         """
+        if not _is_one_prompt(prompts) and not isinstance(prompts, Iterable):
+            raise ValueError(f"prompts={prompts!r} must be a text, a list of token ids, a dict, or a list of these.")
         listed: list[Any] = [prompts] if _is_one_prompt(prompts) else list(prompts)
         ready = [self._encode(prompt, index) for index, prompt in enumerate(listed)]
         return self._answer_all(ready, _params_list(params, len(ready)), progress=progress)
@@ -323,6 +334,21 @@ class _Owner:
                 self._llm._boxes.pop(request_id, None)
 
 
+def _check_config_alone(config: Config, arguments: Config) -> None:
+    """Raise ValueError where arguments stand beside config=, or config has keys that nobody would read."""
+    if beside := changed_keys(arguments):
+        raise ValueError(
+            f"config= stands for all arguments, but {', '.join(beside)} came beside it and would be ignored; "
+            "set them in config, or leave config out."
+        )
+    unread = [key for key in changed_keys(config) if key.startswith(JOB_KEYS) and key not in USED_JOB_KEYS]
+    if unread:
+        raise ValueError(
+            f"config= sets {', '.join(unread)}, which LLM would ignore: they are of a job's files and lines; "
+            "give SamplingParams with each call."
+        )
+
+
 def _is_ids(value: object) -> bool:
     """A sequence of whole numbers; the empty one counts (and is rejected by the engine, as a prompt without tokens)."""
     if isinstance(value, str | bytes | Mapping) or not isinstance(value, Sequence):
@@ -340,7 +366,10 @@ def _params_list(params: SamplingParams | Sequence[SamplingParams] | None, count
         return [SamplingParams()] * count
     if isinstance(params, SamplingParams):
         return [params] * count
-    listed = list(params)
+    listed = list(params) if isinstance(params, Sequence) else [params]
+    for at, each in enumerate(listed):
+        if not isinstance(each, SamplingParams):
+            raise ValueError(f"params[{at}]={each!r} must be SamplingParams.")
     if len(listed) != count:
         raise ValueError(f"params has {len(listed)} entries for {count} prompts; give one for all, or one for each.")
     return listed

@@ -7,18 +7,19 @@ The names are those of OpenAI's API and vLLM's Python API.
 from __future__ import annotations
 
 import hashlib
-import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
+from configs.checks import SAMPLING_RANGES, Range, in_range
+
 FinishReason = Literal["stop", "length", "abort", "error"]
 
 # A temperature below this is greedy decoding: dividing by it overflows fp32 long before it could change a draw.
 GREEDY_TEMPERATURE = 1e-5
-MAX_SAMPLES = 1024
-MAX_LOGPROBS = 128
+# Parameters that are whole numbers; the rest of SAMPLING_RANGES may have fractions.
+WHOLE = frozenset(("n", "max_tokens", "min_tokens", "top_k", "seed", "logprobs", "prompt_logprobs"))
 
 
 @dataclass(frozen=True)
@@ -62,20 +63,9 @@ class SamplingParams:
 
     def check(self) -> None:
         """Raise ValueError for the first field out of its range or in conflict with another."""
-        _check_int("n", self.n, 1, MAX_SAMPLES)
-        _check_int("max_tokens", self.max_tokens, 1)
-        _check_int("min_tokens", self.min_tokens, 0)
-        _check_float("temperature", self.temperature, 0.0)
-        _check_float("top_p", self.top_p, 0.0, 1.0, low_open=True)
-        _check_int("top_k", self.top_k, -1)
-        _check_float("min_p", self.min_p, 0.0, 1.0)
-        _check_float("repetition_penalty", self.repetition_penalty, 0.0, low_open=True)
-        _check_float("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        _check_float("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _check_int("seed", self.seed, -(2**63), 2**64 - 1)
-        _check_int("logprobs", self.logprobs, 0, MAX_LOGPROBS)
-        _check_int("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
-        _check_int("truncate_prompt_tokens", self.truncate_prompt_tokens, 1)
+        for name, allowed in SAMPLING_RANGES.items():
+            (_check_int if name in WHOLE else _check_float)(name, getattr(self, name), allowed)
+        _check_int("truncate_prompt_tokens", self.truncate_prompt_tokens, Range(1))
         for name in ("include_stop_str_in_output", "ignore_eos", "detokenize", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name}={getattr(self, name)!r} must be true or false.")
@@ -182,26 +172,31 @@ def derive_seed(seed: int, *parts: str | int) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little") >> 1
 
 
-def _check_int(name: str, value: object, low: int, high: int | None = None) -> None:
+def _check_int(name: str, value: object, allowed: Range) -> None:
     """None passes; True is no number."""
     if value is None:
         return
-    allowed = f"from {low} to {high}" if high is not None else f"of at least {low}"
+    words = f"from {allowed.low} to {allowed.high}" if allowed.high is not None else f"of at least {allowed.low}"
     if isinstance(value, bool) or not isinstance(value, int):
-        raise ValueError(f"{name}={value!r} must be a whole number {allowed}.")
-    if value < low or (high is not None and value > high):
-        raise ValueError(f"{name}={value} is out of range; give a whole number {allowed}.")
+        raise ValueError(f"{name}={value!r} must be a whole number {words}.")
+    if not in_range(value, *allowed):
+        raise ValueError(f"{name}={_shown(value)} is out of range; give a whole number {words}.")
 
 
-def _check_float(name: str, value: object, low: float, high: float | None = None, *, low_open: bool = False) -> None:
+def _check_float(name: str, value: object, allowed: Range) -> None:
     if value is None:
         return
-    allowed = f"{'above' if low_open else 'from'} {low:g}" + (f" to {high:g}" if high is not None else "")
+    words = f"{'above' if allowed.low_open else 'from'} {allowed.low:g} to {allowed.high:g}"
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ValueError(f"{name}={value!r} must be a number {allowed}.")
-    too_low = value <= low if low_open else value < low
-    if not math.isfinite(value) or too_low or (high is not None and value > high):
-        raise ValueError(f"{name}={value} is out of range; give a finite number {allowed}.")
+        raise ValueError(f"{name}={value!r} must be a number {words}.")
+    if not in_range(value, *allowed):
+        raise ValueError(f"{name}={_shown(value)} is out of range; give a finite number {words}.")
+
+
+def _shown(value: float) -> str:
+    """A number for a message; JSON may hold one of thousands of digits."""
+    text = str(value)
+    return text if len(text) <= 40 else f"{text[:20]}... ({len(text)} digits)"
 
 
 def _check_stops(stop: object, stop_token_ids: object, detokenize: bool) -> None:
@@ -221,7 +216,7 @@ def _check_stops(stop: object, stop_token_ids: object, detokenize: bool) -> None
     if not isinstance(stop_token_ids, Sequence) or isinstance(stop_token_ids, str | bytes):
         raise ValueError(f"stop_token_ids={stop_token_ids!r} must be a list of token ids.")
     for token_id in stop_token_ids:
-        _check_int("stop_token_ids", -1 if token_id is None else token_id, 0)
+        _check_int("stop_token_ids", -1 if token_id is None else token_id, Range(0))
 
 
 def _check_bias(logit_bias: object) -> None:
@@ -232,10 +227,10 @@ def _check_bias(logit_bias: object) -> None:
     for key, value in logit_bias.items():
         if isinstance(key, bool) or not (isinstance(key, int) or (isinstance(key, str) and key.isdecimal())):
             raise ValueError(f"logit_bias has key {key!r}, which is no token id.")
-        _check_int("logit_bias key", int(key), 0)
+        _check_int("logit_bias key", int(key), Range(0))
         if value is None:
             raise ValueError(f"logit_bias[{key}]=None is no number.")
-        _check_float(f"logit_bias[{key}]", value, -100.0, 100.0)
+        _check_float(f"logit_bias[{key}]", value, Range(-100, 100))
 
 
 def _check_names(values: Mapping[str, Any]) -> None:

@@ -118,15 +118,18 @@ class Scheduler:
             chunk.sequence.prompt_chunks += 1
             self._computed(chunk.sequence, chunk.length)
 
-    def finish(self, sequence: Sequence) -> None:
-        """End a sequence, whatever its state and whatever the reason; ending twice does nothing."""
+    def finish(self, sequence: Sequence, *, forget: bool = False) -> None:
+        """End a sequence, whatever its state and whatever the reason; ending twice does nothing.
+
+        `forget`: what it left in the cache is not to be found again.
+        """
         if sequence.status is Status.FINISHED:
             return
         if sequence.status is Status.RUNNING:
             self.running.remove(sequence)
         else:
             self.waiting.remove(sequence)
-        self._release(sequence)
+        self._release(sequence, forget=forget)
         sequence.status = Status.FINISHED
 
     def check_idle(self) -> None:
@@ -234,9 +237,9 @@ class Scheduler:
             self.cache.commit(sequence.table, index, keys[index])
         sequence.num_committed = num_full
 
-    def _release(self, sequence: Sequence) -> None:
+    def _release(self, sequence: Sequence, *, forget: bool = False) -> None:
         """The one way back for blocks, whatever ends or interrupts a sequence."""
-        self.cache.release(sequence.table)
+        self.cache.release(sequence.table, forget=forget)
         sequence.num_computed = sequence.num_committed = 0
 
 

@@ -55,10 +55,46 @@ def test_c04_bad_lines_are_records_and_the_run_goes_on(tmp_path: Path) -> None:
     assert [record.get("text") for record in records if "error" not in record] == ["GOOD", "GOOD TOO"]
     errors = [record for record in records if "error" in record]
     assert len(errors) == job.lines_failed == 6 and len(engine.requests) == 2
-    assert [error["id"] for error in errors] == [None, None, None, "5", None, None]  # known where the object was read
+    assert [error["id"] for error in errors] == [None, None, None, "5", "6", None]  # known where the object was read
     for error in errors:
         assert error["error"]["type"] == "invalid_line"
         assert error["error"]["message"] and "\n" not in error["error"]["message"]
+
+
+def nested(depth: int) -> bytes:
+    return b"[" * depth + b"1" + b"]" * depth
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        b'"prompt":"x","temperature":1' + b"0" * 400,
+        b'"prompt":"x","top_k":1' + b"0" * 30,
+        b'"prompt":"x","max_tokens":1.5',
+        b'"prompt":"x","logit_bias":{"1":1' + b"0" * 400 + b"}",
+        b'"prompt":"x","stop":' + nested(300),
+        b'"messages":[{"role":"user","content":"hi"}],"tools":[{"a":' + nested(600) + b"}]",
+        b'"messages":[{"role":"user","content":"hi","a":' + nested(960) + b"}]",
+        b'"messages":' + nested(985),
+    ],
+    ids=lambda fields: fields[:60].decode(),
+)
+def test_c04_no_value_of_a_line_ends_the_run(tmp_path: Path, fields: bytes) -> None:
+    data = b'{"id":"bad",' + fields + b"}\n" + jsonl({"id": "good", "prompt": "x"})
+    records, _, job, _ = run(tmp_path, data)
+    assert job.lines_failed == 1 and records[0]["error"]["type"] == "invalid_line"
+    assert len(records[0]["error"]["message"]) < 300
+    assert records[1]["text"] == "X"
+
+
+def test_c04_openai_lines_with_a_fault_of_their_json_keep_form_and_id(tmp_path: Path) -> None:
+    head = b'{"custom_id":"a","method":"POST","url":"/v1/completions","body":'
+    data = head + b'{"prompt":"x","temperature":Infinity}}\n' + head + b'{"prompt":"x","n":1,"n":2}}\n'
+    records, _, _, _ = run(tmp_path, data)
+    assert [record["custom_id"] for record in records] == ["a", "a"]
+    assert "Infinity is no number" in records[0]["error"]["message"]
+    assert "key 'n' stands twice" in records[1]["error"]["message"]
+    assert {record["response"]["status_code"] for record in records} == {400}
 
 
 def test_errors_of_tokenizer_and_engine_are_records_too(tmp_path: Path) -> None:
@@ -235,6 +271,31 @@ def test_job_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config.input = "missing.jsonl"
     with pytest.raises(ValueError, match=r"input=missing\.jsonl does not exist"):
         job_files(config)
+    config.input = "a" * 300  # a name that the system refuses to look up
+    with pytest.raises(ValueError, match=r"a cannot be read: File name too long"):
+        job_files(config)
+    os.mkfifo("pipe")
+    config.input = "pipe"
+    with pytest.raises(ValueError, match="input=pipe is a pipe or a device"):
+        job_files(config)
+    config.input, config.output = str(source), "b" * 300
+    with pytest.raises(ValueError, match="b cannot be written: File name too long"):
+        AnswerFile.open(job_files(config).output, overwrite=False)
+
+
+@pytest.mark.parametrize("exists", [True, False])
+def test_a_report_destroys_neither_prompts_nor_answers(tmp_path: Path, exists: bool) -> None:
+    (tmp_path / "in.jsonl").write_text("{}\n")
+    (tmp_path / "link.jsonl").symlink_to("in.jsonl")
+    if exists:
+        (tmp_path / "out.jsonl").touch()
+    config = Config(input=str(tmp_path / "in.jsonl"), output=str(tmp_path / "out.jsonl"))
+    for name, key in (("in.jsonl", "input"), ("link.jsonl", "input"), ("out.jsonl", "output")):
+        config.job.report = str(tmp_path / "." / name)
+        with pytest.raises(ValueError, match=f"is the {key} file, which it would destroy"):
+            job_files(config)
+    config.job.report = str(tmp_path / "report.json")
+    assert job_files(config).report == tmp_path / "report.json"
 
 
 def test_output_file_is_proved_and_protected(tmp_path: Path) -> None:

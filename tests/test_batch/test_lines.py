@@ -71,6 +71,8 @@ def test_a_bom_is_accepted_at_the_very_beginning_only() -> None:
         (b'{"a":' + b"9" * 5000 + b"}", "Exceeds the limit"),
         (rb'{"a":"\ud83d"}', "half of a surrogate pair"),
         (b'{"a":1}{"b":2}', "not JSON: Extra data at column 8"),
+        (b'{"a":' + b"[" * 100 + b"]" * 100 + b"}", "nested too deeply: more than 100 lists and objects"),
+        (b'{"a":' * 101 + b"1" + b"}" * 101, "nested too deeply: more than 100 lists and objects"),
     ],
 )
 def test_a_bad_line_has_its_reason_and_the_next_is_read(data: bytes, reason: str) -> None:
@@ -78,6 +80,12 @@ def test_a_bad_line_has_its_reason_and_the_next_is_read(data: bytes, reason: str
     assert isinstance(bad, BadLine) and bad.number == 1
     assert reason in bad.reason and "\n" not in bad.reason
     assert good == Line(2, {"ok": 1})
+
+
+def test_a_hundred_levels_and_many_lists_side_by_side_are_read() -> None:
+    deepest = b'{"a":' + b"[" * 99 + b"]" * 99 + b"}"
+    wide = b'{"a":[' + b",".join([b"[]"] * 500) + b"]}"
+    assert all(isinstance(line, Line) for line in read(deepest + b"\n" + wide))
 
 
 def test_a_whole_surrogate_pair_is_a_character() -> None:

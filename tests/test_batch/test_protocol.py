@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
 
 from configs.schema import SamplingConfig
+from moe.batch.lines import dump_line
 from moe.batch.openai import openai_answer, parse_openai
 from moe.batch.plain import parse_plain, plain_answer
 from moe.batch.protocol import ChatOptions, LineError, LineRequest, line_seed, resolve_params
@@ -208,7 +210,7 @@ def test_plain_answer() -> None:
 
 
 def test_openai_chat_answer() -> None:
-    answer = openai_answer(chat_line(), result(2, logprobs=True), "job-model")
+    answer = openai_answer(chat_line(), result(2, logprobs=True), "job-model", 2)
     assert set(answer) == {"id", "custom_id", "response", "error"}
     assert answer["custom_id"] == "c" and answer["error"] is None and answer["id"].startswith("batch_req_")
     assert answer["response"]["status_code"] == 200
@@ -226,11 +228,30 @@ def test_openai_chat_answer() -> None:
         "total_tokens": 5,
         "prompt_tokens_details": {"cached_tokens": 2},
     }
-    assert answer == openai_answer(chat_line(), result(2, logprobs=True), "job-model")  # ids are hashes, not chance
+    assert answer == openai_answer(chat_line(), result(2, logprobs=True), "job-model", 2)  # ids are hashes, not chance
+
+
+@pytest.mark.parametrize("num_top", [0, 1, 2])
+def test_openai_chats_list_as_many_likely_tokens_as_asked(num_top: int) -> None:
+    """The chosen token comes beside them: it is listed only if it is one of them."""
+    body = openai_answer(chat_line(), result(logprobs=True), "job-model", num_top)["response"]["body"]
+    (position,) = body["choices"][0]["logprobs"]["content"]
+    assert position["token"] == "A"
+    assert [each["token"] for each in position["top_logprobs"]] == ["B", "A"][:num_top]
+
+
+def test_minus_infinity_is_a_number_that_json_has() -> None:
+    entry = {65: Logprob(-0.25, 1, "A"), 66: Logprob(-math.inf, 2, "B")}
+    outputs = [CompletionOutput(0, "A", [65], "stop", None, logprobs=[entry])]
+    answered = RequestOutput("r", "p", [1], outputs, True, prompt_logprobs=[None, entry])
+    plain = plain_answer(parse_plain(1, {"prompt": "x"}), answered)
+    assert plain["prompt_logprobs"][1][1]["logprob"] == plain["logprobs"][0]["top"][1]["logprob"] == -9999.0
+    records = [plain, *(openai_answer(line, answered, "m", 2) for line in (chat_line(), completion_line(prompt="x")))]
+    assert all(b"-9999.0" in dump_line(record) for record in records)
 
 
 def test_openai_completion_answer() -> None:
-    body = openai_answer(completion_line(prompt="x"), result(logprobs=True), "job-model")["response"]["body"]
+    body = openai_answer(completion_line(prompt="x"), result(logprobs=True), "job-model", 2)["response"]["body"]
     assert body["object"] == "text_completion" and body["model"] == "job-model"
     assert body["choices"] == [
         {

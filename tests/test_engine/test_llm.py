@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import moe
-from configs.schema import CacheConfig, Config, EngineConfig
+from configs.schema import CacheConfig, Config, EngineConfig, JobConfig, SamplingConfig
 from moe import LLM, CompletionOutput, RequestOutput, SamplingParams
 from moe.engine.engine import StepError
 from moe.model.step_input import StepInput
@@ -86,6 +86,47 @@ def test_wrong_arguments_raise_before_anything_runs(llm: LLM) -> None:
     with pytest.raises(ValueError, match=r"prompts\[0\] has keys \['text'\]"):
         llm.generate({"text": "a"}, PARAMS)
     assert llm.engine.stats.requests == 0 and llm.engine.stats.steps == 0
+
+
+@pytest.mark.parametrize(
+    ("prompts", "params", "message"),
+    [
+        (5, PARAMS, "prompts=5 must be a text"),
+        (None, PARAMS, "prompts=None must be a text"),
+        ("a", {"temperature": 0}, r"params\[0\]=\{'temperature': 0\} must be SamplingParams"),
+        (["a", "b"], [PARAMS, 3], r"params\[1\]=3 must be SamplingParams"),
+    ],
+)
+def test_arguments_of_another_kind_are_named(llm: LLM, prompts: Any, params: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        llm.generate(prompts, params)
+
+
+def test_the_api_checks_and_closes_its_config(folder: Path) -> None:
+    """The checks of the command line, before anything is loaded: no parts are given, and no model of that name is."""
+    for options, message in (
+        ({"max_num_seqs": 0}, r"engine\.max_num_seqs=0 is out of range"),
+        ({"prefill_chunk": 9000}, r"engine\.prefill_chunk=9000 exceeds engine\.max_batched_tokens=8192"),
+        ({"block_size": 24}, r"cache\.block_size=24 is no power of two"),
+        ({"dtype": "fp16"}, "dtype='fp16' is unknown"),
+        ({"device": "tpu"}, r"engine\.device='tpu' is unknown"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            LLM("no such model", **options)  # pyright: ignore[reportArgumentType]
+    with make(folder) as llm, pytest.raises(AttributeError, match="is frozen"):
+        llm.config.engine.max_num_seqs = 3
+
+
+def test_a_config_stands_alone_and_holds_nothing_unread(folder: Path) -> None:
+    parts = make_parts(folder)
+    with pytest.raises(ValueError, match=r"but model, engine\.max_num_seqs, cache\.num_blocks came beside it"):
+        LLM("fake", config=Config(), num_blocks=8, max_num_seqs=3, parts=parts)
+    unread = Config(sampling=SamplingConfig(temperature=0.0, seed=5), job=JobConfig(limit=3), output="x")
+    with pytest.raises(ValueError, match=r"sets output, sampling\.temperature, job\.limit, which LLM would ignore"):
+        LLM(config=unread, parts=parts)
+    config = Config(model="fake", cache=CacheConfig(num_blocks=8), sampling=SamplingConfig(seed=5))
+    with LLM(config=config, parts=parts) as llm:
+        assert llm.memory_plan.num_blocks == 8
 
 
 def test_a_prompt_that_cannot_run_is_an_error_in_its_place(llm: LLM) -> None:

@@ -22,12 +22,17 @@ REFUSED = (
     ({"temperature": math.inf}, "temperature=inf"),
     ({"temperature": True}, "temperature=True"),
     ({"temperature": "1"}, "temperature='1'"),
+    ({"temperature": 1e308}, "temperature=1e+308"),
+    ({"temperature": 10**400}, "temperature=10000000000000000000... (401 digits)"),
     ({"top_p": 0.0}, "top_p=0.0"),
     ({"top_p": 1.01}, "top_p=1.01"),
     ({"top_k": -2}, "top_k=-2"),
     ({"top_k": False}, "top_k=False"),
+    ({"top_k": 10**30}, f"top_k={10**30}"),
     ({"min_p": 1.5}, "min_p=1.5"),
     ({"repetition_penalty": 0}, "repetition_penalty=0"),
+    ({"repetition_penalty": 1e-300}, "repetition_penalty=1e-300"),
+    ({"repetition_penalty": 1e300}, "repetition_penalty=1e+300"),
     ({"presence_penalty": 2.5}, "presence_penalty=2.5"),
     ({"frequency_penalty": math.nan}, "frequency_penalty=nan"),
     ({"seed": 2**64}, f"seed={2**64}"),
@@ -45,6 +50,7 @@ REFUSED = (
     ({"logit_bias": {"x": 1}}, "logit_bias has key 'x'"),
     ({"logit_bias": {3: 101}}, "logit_bias[3]=101"),
     ({"logit_bias": {3: math.nan}}, "logit_bias[3]=nan"),
+    ({"logit_bias": {3: -(10**400)}}, "logit_bias[3]=-1"),
 )
 
 

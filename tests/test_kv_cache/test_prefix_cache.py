@@ -45,6 +45,23 @@ def test_a_prefix_is_found_and_shared() -> None:
     cache.check()
 
 
+def test_forgotten_blocks_are_free_or_stay_with_who_shares_them() -> None:
+    cache = PrefixCache(8, SIZE)
+    first, _ = fill(cache, list(range(12)))
+    second, _ = fill(cache, [*range(8), 99, 98, 97, 96])
+    cache.release(first, forget=True)
+    cache.check()
+    assert cache.count(chain(cache, list(range(12)))) == (0, 0)
+    assert cache.allocator.num_used == 3 and cache.allocator.num_kept == 0 and cache.allocator.num_free == 5
+    third, found = fill(cache, list(range(12)))  # written anew, beside the blocks that the second still reads
+    assert found == 0 and not set(third.ids) & set(second.ids)
+    cache.release(second)
+    assert cache.allocator.num_kept == 1  # its own last block; the two it shared are nobody's
+    cache.release(third)
+    cache.check()
+    assert cache.allocator.num_kept == 4 and cache.allocator.num_used == 0
+
+
 def test_keys_depend_on_everything_before_them() -> None:
     """The same tokens behind another block, another salt, or written by decode: another key."""
     root = root_key(["model", "float32"])
