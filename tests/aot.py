@@ -21,6 +21,9 @@ from triton.compiler import ASTSource
 ARCHS = (80, 89, 90, 100)
 """Compute capabilities x 10: A100, RTX 40 / L4, H100 and H200, B200."""
 
+SHARED_MEMORY = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}
+"""The most bytes one program may take: what builds and needs more cannot be launched."""
+
 aot = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter's process holds no compilable kernels"
 )
@@ -35,7 +38,7 @@ def compile_ahead(
     num_stages: int = 3,
     aligned: bool = True,
 ) -> bytes:
-    """The cubin of `kernel` for sm_`arch`; raises what the compiler raises.
+    """The cubin of `kernel` for sm_`arch`; raises what the compiler raises, and where it could not be launched.
 
     `args` names every parameter: a type string ("*bf16", "*i32", "i32", "i64", "fp32") where the kernel takes a runtime
     value, the value where it is `tl.constexpr`, None for an absent pointer, 1 for an integer that is 1 (Triton compiles
@@ -57,4 +60,6 @@ def compile_ahead(
     source = ASTSource(kernel, signature, constexprs, attrs)
     options = {"num_warps": num_warps, "num_stages": num_stages}
     compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+    shared = compiled.metadata.shared
+    assert shared <= SHARED_MEMORY[arch], f"{shared} bytes of shared memory; sm_{arch} has {SHARED_MEMORY[arch]}"
     return compiled.asm["cubin"]
