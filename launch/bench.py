@@ -1,8 +1,9 @@
 """Time workloads on dummy weights: `python -m launch.bench workload=w1,w2,w3 model=qwen3-30b-a3b result=r.json`.
 
 w1 offline throughput, w2 decode step, w3 prefill: launch/bench_engine.py. w4 one MoE layer: launch/bench_layer.py.
-w5 paged attention: launch/bench_attention.py. Each figure comes with its floor (what must be read and computed, over
-the card's rates), its target and what others reach (benchmarks/baselines.json).
+w5 paged attention: launch/bench_attention.py. serving, latencies: launch/bench_serving.py. Each figure comes with its
+floor (what must be read and computed, over the card's rates), its target and what others reach
+(benchmarks/baselines.json).
 
 `model` names shapes in benchmarks/models/ (several with commas), or is what it is for launch.generate; key=value words
 that are not this file's own are keys of launch.generate, over this file's: dummy weights, no prefix cache (a repeated
@@ -18,7 +19,7 @@ import logging
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,24 +30,35 @@ from rich.console import Console
 from launch.bench_attention import LISTED, HeadLayout, head_layout, measure_attention
 from launch.bench_engine import EngineBench
 from launch.bench_layer import TOKENS, LayerShape, layer_shape, measure_layer
+from launch.bench_serving import CONCURRENCY, LENGTHS, measure_serving
 from launch.command_line import compose_config, parse
 from launch.console import set_up_logging
 from launch.figure import ROOT, Figure, load_baselines, print_figures, short
 from launch.machine import clocks, machine_record
 from launch.roofline import Ceilings, measure_ceilings
 from launch.roofline_picture import check_matplotlib, draw
+from launch.words import flag, number_above_zero, output_file, positive, positives, split_list
 from moe.engine.engine import Engine
 from moe.engine.parts import resolve_device
 
-WORKLOADS = ("w5", "w4", "w1", "w2", "w3")  # in this order: the kernels' benches before the engine fills the memory
-ENGINE_WORKLOADS = ("w1", "w2", "w3")
+WORKLOADS = (
+    "w5",
+    "w4",
+    "w1",
+    "w2",
+    "w3",
+    "serving",
+)  # in this order: the kernels' benches before the engine fills the memory
+ENGINE_WORKLOADS = ("w1", "w2", "w3", "serving")
 DEFAULTS = ("load_format=dummy", "cache.prefix_caching=false", "engine.max_model_len=8192")
 OWN_KEYS = {
-    "workload": "w1, w2, w3, w4, w5, several with commas",
-    "model": "w1 to w3: names in benchmarks/models/, or a model of launch.generate",
+    "workload": "w1, w2, w3, w4, w5, serving; several with commas",
+    "model": "w1 to w3, serving: names in benchmarks/models/, or a model of launch.generate",
     "device": "auto, cuda or cpu",
     "limit": "w1, w3: only so many requests; w2: only so many of its batches",
     "rounds": "timed passes of w1 (1), w2 (1), w3 (3)",
+    "lengths": f"serving: {','.join(LENGTHS)}",
+    "concurrency": "serving: requests in flight, 1,16,64",
     "shapes": "w4: mixtral,qwen3,dsv3-ep8, or sizes such as E60-k4-D2880-F1408",
     "tokens": "w4: 1,8,64,...",
     "parts": "w4: true or false, each kernel alone as well",
@@ -70,6 +82,8 @@ class Choice:
     device: str
     limit: int | None
     rounds: int | None
+    lengths: tuple[str, ...]
+    concurrency: tuple[int, ...]
     shapes: tuple[LayerShape, ...]
     tokens: tuple[int, ...]
     parts: bool
@@ -190,7 +204,10 @@ def _measure_engine(
     try:
         bench = EngineBench(engine, name, ceilings, baselines)
         for workload in workloads:
-            figures = bench.measure(workload, limit=choice.limit, rounds=choice.rounds)
+            if workload == "serving":
+                figures = measure_serving(engine, name, choice.lengths, choice.concurrency)
+            else:
+                figures = bench.measure(workload, limit=choice.limit, rounds=choice.rounds)
             if engine.parts.device.type == "cuda":
                 facts["peak_gb"] = round(torch.cuda.max_memory_allocated() / 1e9, 2)
             yield figures, {name: facts | {"stats": engine.count_experts().as_dict()}}
@@ -215,7 +232,7 @@ def read_choice(words: Sequence[str]) -> Choice:
             own[name] = text
         else:
             rest.append(word)
-    workloads = _list(own.get("workload", ""))
+    workloads = split_list(own.get("workload", ""))
     if not workloads or any(workload not in WORKLOADS for workload in workloads):
         raise ValueError(f"workload={own.get('workload')} is unknown; give some of {','.join(sorted(WORKLOADS))}.")
     if rest and not any(workload in ENGINE_WORKLOADS for workload in workloads):
@@ -224,68 +241,34 @@ def read_choice(words: Sequence[str]) -> Choice:
             f"{rest[0]} is no key of workload={own['workload']}; "
             + (f"did you mean {guess[0]}=?" if guess else f"the keys are {', '.join(OWN_KEYS)}.")
         )
+    if unknown := [name for name in split_list(own.get("lengths", "")) if name not in LENGTHS]:
+        raise ValueError(f"lengths={unknown[0]} is unknown; use {', '.join(LENGTHS)}.")
     if "picture" in own:
         check_matplotlib()
     return Choice(
         workloads=tuple(workload for workload in WORKLOADS if workload in workloads),
-        models=_list(own.get("model", "demo")),
+        models=split_list(own.get("model", "demo")),
         device=own.get("device", "auto"),
-        limit=_number(own, "limit", int, None),
-        rounds=_number(own, "rounds", int, None),
-        shapes=tuple(layer_shape(text) for text in _list(own.get("shapes", "mixtral,qwen3,dsv3-ep8"))),
-        tokens=tuple(_positive("tokens", text) for text in _list(own["tokens"])) if "tokens" in own else TOKENS,
-        parts=_flag(own.get("parts", "true")),
-        layouts=tuple(head_layout(text) for text in (_list(own["attention"]) if "attention" in own else LISTED)),
-        points=tuple(_point(text) for text in _list(own["points"])) if "points" in own else None,
-        seconds=_number(own, "seconds", float, 0.2) or 0.2,
+        limit=number_above_zero(own, "limit", int, None),
+        rounds=number_above_zero(own, "rounds", int, None),
+        lengths=split_list(own.get("lengths", "short,mixed")),
+        concurrency=positives(own, "concurrency", CONCURRENCY),
+        shapes=tuple(layer_shape(text) for text in split_list(own.get("shapes", "mixtral,qwen3,dsv3-ep8"))),
+        tokens=positives(own, "tokens", TOKENS),
+        parts=flag(own, "parts", True),
+        layouts=tuple(head_layout(text) for text in (split_list(own["attention"]) if "attention" in own else LISTED)),
+        points=tuple(_point(text) for text in split_list(own["points"])) if "points" in own else None,
+        seconds=number_above_zero(own, "seconds", float, 0.2),
         commit=own.get("commit"),
-        result=_file(own, "result"),
-        picture=_file(own, "picture"),
+        result=output_file(own, "result"),
+        picture=output_file(own, "picture"),
         engine_words=tuple(rest),
     )
 
 
-def _list(text: str) -> tuple[str, ...]:
-    return tuple(part for part in text.split(",") if part)
-
-
-def _positive(name: str, text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise ValueError(f"{name}={text} is no whole number above 0.")
-    return int(text)
-
-
 def _point(text: str) -> tuple[int, int]:
     sequences, _, length = text.partition("x")
-    return _positive("points", sequences), _positive("points", length)
-
-
-def _flag(text: str) -> bool:
-    if text not in ("true", "false"):
-        raise ValueError(f"parts={text} must be true or false.")
-    return text == "true"
-
-
-def _number(own: dict[str, str], name: str, kind: Callable[[str], Any], default: Any) -> Any:
-    if name not in own:
-        return default
-    try:
-        value = kind(own[name])
-    except ValueError:
-        value = 0
-    if not value > 0:
-        raise ValueError(f"{name}={own[name]} must be a number above 0.")
-    return value
-
-
-def _file(own: dict[str, str], name: str) -> Path | None:
-    """Checked before an hour of measuring, not after it."""
-    if name not in own:
-        return None
-    path = Path(own[name])
-    if path.is_dir() or not path.absolute().parent.is_dir():
-        raise ValueError(f"{name}={path} cannot be written: it must be a file in a folder that exists.")
-    return path
+    return positive("points", sequences), positive("points", length)
 
 
 def _release(device: torch.device) -> None:

@@ -48,7 +48,7 @@ class Replay:
         stream = torch.cuda.Stream(device)
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
-            for call in self.calls[:2]:  # compiles; all calls have the same shapes
+            for call in self.calls:  # compiles: nothing may be loaded while a graph is captured
                 call()
         torch.cuda.current_stream(device).wait_stream(stream)
         torch.cuda.synchronize(device)

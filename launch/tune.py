@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field
 from itertools import product
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -27,10 +26,11 @@ from torch import Tensor
 
 from kernels.grouped_gemm import grouped_gemm_swiglu_triton, grouped_gemm_triton
 from kernels.tiles import TileConfig
-from launch.bench_layer import LayerBank, LayerOperands, LayerShape, experts_hit, layer_shape
+from launch.bench_layer import TOKENS, LayerBank, LayerOperands, LayerShape, experts_hit, layer_shape
 from launch.figure import number, short
 from launch.machine import machine_record
 from launch.replay import Call, time_variants
+from launch.words import number_above_zero, output_file, positives, split_list
 
 Product = Literal["gemm1", "gemm2"]  # gate and up with SwiGLU; down
 PRODUCTS: tuple[Product, ...] = ("gemm1", "gemm2")
@@ -273,10 +273,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else list(argv)
     try:
         own = read_words(words)
-        shapes = [layer_shape(text) for text in own.get("shapes", "qwen3,mixtral,dsv3-ep8").split(",")]
-        tokens = [int(text) for text in own.get("tokens", "1,8,64,256,1024,4096,16384").split(",")]
-        products: list[Product] = [name for name in PRODUCTS if name in own.get("products", "gemm1,gemm2").split(",")]
-        seconds, workers = float(own.get("seconds", "120")), int(own.get("workers", "12"))
+        shapes = [layer_shape(text) for text in split_list(own.get("shapes", "qwen3,mixtral,dsv3-ep8"))]
+        tokens = positives(own, "tokens", TOKENS)
+        chosen = split_list(own.get("products", "gemm1,gemm2"))
+        products: list[Product] = [name for name in PRODUCTS if name in chosen]
+        if len(products) != len(chosen) or not products:
+            raise ValueError(f"products={own['products']} is unknown; use gemm1, gemm2 or both.")
+        seconds = number_above_zero(own, "seconds", float, 120.0)
+        workers, result = number_above_zero(own, "workers", int, 12), output_file(own, "result")
         if not torch.cuda.is_available():
             raise ValueError("tiles are chosen by timing them on an NVIDIA GPU, and torch sees none.")
     except ValueError as error:
@@ -287,10 +291,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     tuner = Tuner(device, workers, seconds, console)
     outcomes = tuner.run(shapes, tokens, products)
     print_outcomes(outcomes, console)
-    if "result" in own:
+    if result is not None:
         whole = record | {"failed": tuner.failed, "points": [as_dict(outcome) for outcome in outcomes]}
-        Path(own["result"]).write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
-        print(f"result: {own['result']}")
+        result.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
+        print(f"result: {result}")
     return 0
 
 

@@ -1,0 +1,55 @@
+"""The key=value words of the benches: plain values, each checked with its name. Knows no key by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+
+def split_list(text: str) -> tuple[str, ...]:
+    """Parts between commas; empty ones do not count."""
+    return tuple(part for part in text.split(",") if part)
+
+
+def positive(name: str, text: str) -> int:
+    """A whole number above 0."""
+    if not text.isdecimal() or int(text) < 1:
+        raise ValueError(f"{name}={text} is no whole number above 0.")
+    return int(text)
+
+
+def positives(own: Mapping[str, str], name: str, default: tuple[int, ...]) -> tuple[int, ...]:
+    """Several of them, with commas."""
+    return tuple(positive(name, text) for text in split_list(own[name])) if name in own else default
+
+
+def number_above_zero(own: Mapping[str, str], name: str, kind: Callable[[str], Any], default: Any) -> Any:
+    """An int or a float, as `kind` reads it."""
+    if name not in own:
+        return default
+    try:
+        value = kind(own[name])
+    except ValueError:
+        value = 0
+    if not value > 0:
+        raise ValueError(f"{name}={own[name]} must be a number above 0.")
+    return value
+
+
+def flag(own: Mapping[str, str], name: str, default: bool) -> bool:
+    """true or false."""
+    text = own.get(name, str(default).lower())
+    if text not in ("true", "false"):
+        raise ValueError(f"{name}={text} must be true or false.")
+    return text == "true"
+
+
+def output_file(own: Mapping[str, str], name: str) -> Path | None:
+    """A file to be written; checked before the measuring, not after it."""
+    if name not in own:
+        return None
+    path = Path(own[name])
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        raise ValueError(f"{name}={path} cannot be written: it must be a file in a folder that exists.")
+    return path

@@ -1,0 +1,35 @@
+"""Values of the benches' own words, and what is said of wrong ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from launch.words import flag, number_above_zero, output_file, positive, positives, split_list
+
+
+def test_values(tmp_path: Path) -> None:
+    own = {"tokens": "1,8,", "seconds": "0.5", "parts": "false", "result": str(tmp_path / "r.json")}
+    assert split_list("a,,b") == ("a", "b")
+    assert positives(own, "tokens", (3,)) == (1, 8) and positives(own, "other", (3,)) == (3,)
+    assert number_above_zero(own, "seconds", float, 1.0) == 0.5 and number_above_zero(own, "rounds", int, None) is None
+    assert flag(own, "parts", True) is False and flag(own, "other", True) is True
+    assert output_file(own, "result") == tmp_path / "r.json" and output_file(own, "picture") is None
+
+
+@pytest.mark.parametrize(
+    ("read", "text"),
+    [
+        (lambda: positive("tokens", "-1"), "tokens=-1 is no whole number above 0."),
+        (lambda: positives({"tokens": "1,0"}, "tokens", ()), "tokens=0 is no whole number above 0."),
+        (lambda: number_above_zero({"seconds": "nan"}, "seconds", float, 1), "seconds=nan must be a number above 0."),
+        (lambda: number_above_zero({"rounds": "x"}, "rounds", int, 1), "rounds=x must be a number above 0."),
+        (lambda: flag({"parts": "yes"}, "parts", True), "parts=yes must be true or false."),
+        (lambda: output_file({"result": "/"}, "result"), "result=/ cannot be written"),
+    ],
+)
+def test_wrong_values(read, text: str) -> None:
+    with pytest.raises(ValueError) as error:
+        read()
+    assert str(error.value).startswith(text)
