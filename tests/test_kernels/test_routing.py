@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 
 import pytest
@@ -273,6 +274,56 @@ def test_C14_nan_rows_keep_ids_valid_and_neighbours_untouched_in_the_kernel(devi
     ours, reference = route_triton(bad_TE.to(device), None, rule), route_reference(bad_TE, None, rule)
     assert torch.equal(ours.expert_ids_TK.cpu(), reference.expert_ids_TK)
     assert torch.equal(torch.isnan(ours.weights_TK).cpu(), torch.isnan(reference.weights_TK))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_C14_an_expert_whose_bias_is_nan_is_chosen_last(device):
+    """Its score is good, its selection score is not: it comes behind all others, with a weight that is a number."""
+    bias_E = torch.tensor([0.0, torch.nan, 0.0, 0.0])
+    for top_k, ids in ((2, [0, 2]), (4, [0, 2, 3, 1])):
+        rule = RoutingRule(top_k=top_k, score="sigmoid")
+        for run, where in ((route_reference, "cpu"), (route_triton, device)):
+            routing = run(torch.zeros(1, 4, device=where), bias_E.to(where), rule)
+            assert routing.expert_ids_TK.tolist() == [ids], run
+            assert routing.weights_TK.tolist() == [[1 / top_k] * top_k], run
+
+
+def random_case(rng: random.Random) -> tuple[torch.Tensor, torch.Tensor | None, RoutingRule]:
+    """Any rule that fits, on logits and biases of which some are NaN, infinite, huge or zeros of either sign."""
+    num_groups, per_group = rng.choice([1, 1, 2, 3, 4]), rng.choice([1, 2, 3, 5])
+    topk_groups = rng.randint(1, num_groups)
+    rule = RoutingRule(
+        top_k=rng.randint(1, topk_groups * per_group),
+        score=rng.choice(["softmax", "sigmoid"]),  # pyright: ignore[reportArgumentType]
+        num_groups=num_groups,
+        topk_groups=topk_groups,
+        group_score=rng.choice(["max", "top2_sum"] if per_group > 1 else ["max"]),  # pyright: ignore[reportArgumentType]
+        renormalize=rng.random() < 0.5,
+        epsilon=rng.choice([0.0, 1e-20]),
+        scale=rng.choice([1.0, 2.5]),
+    )
+    generator = torch.Generator().manual_seed(rng.randrange(2**31))
+    logits_TE = torch.randn(rng.choice([1, 3, 17]), num_groups * per_group, generator=generator) * 4
+    bias_E = torch.randn(num_groups * per_group, generator=generator) if rng.random() < 0.6 else None
+    # Nothing between 1e30 and 30: its exp is denormal, a number on the CPU and zero on a GPU, so ties would differ.
+    poison = [torch.nan, torch.inf, -torch.inf, 1e30, -1e30, 0.0, -0.0, 30.0, -30.0]
+    for values in (logits_TE, bias_E):
+        for _ in range(rng.randrange(4)):
+            if values is not None:
+                values.view(-1)[rng.randrange(values.numel())] = rng.choice(poison)
+    return logits_TE, bias_E, rule
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_C14_any_rule_on_any_logits_gives_valid_ids_and_the_references(device):
+    rng = random.Random(14)
+    for _ in range(60):
+        logits_TE, bias_E, rule = random_case(rng)
+        reference = route_reference(logits_TE, bias_E, rule)
+        ours = route_triton(logits_TE.to(device), None if bias_E is None else bias_E.to(device), rule)
+        assert_valid_ids(reference, logits_TE.shape[1])
+        assert torch.equal(ours.expert_ids_TK.cpu(), reference.expert_ids_TK), (logits_TE, bias_E, rule)
+        torch.testing.assert_close(ours.weights_TK.cpu(), reference.weights_TK, rtol=1e-5, atol=1e-30, equal_nan=True)
 
 
 def test_C31_near_ties_are_told_apart_in_fp32():

@@ -31,6 +31,23 @@ def tokens_of(length: int, seed: int) -> list[int]:
     return torch.randint(0, VOCAB_SIZE, (length,), generator=generator).tolist()
 
 
+def test_C32_a_tied_head_is_the_embedding_also_where_the_vocabulary_is_padded(tmp_path: Path) -> None:
+    """One storage, and transformers' logits; with 32 more rows than the tokenizer has ids, as padded releases have."""
+    theirs = write_tiny(tmp_path, "mixtral", tie_word_embeddings=True, vocab_size=VOCAB_SIZE + 32)
+    network = load(tmp_path)
+    assert "lm_head.weight" not in network.targets()
+    embedding_VD, head_VD = network.embedding.weight_VD, network.head.weight_VD
+    assert head_VD.data_ptr() == embedding_VD.data_ptr() and head_VD.shape == (VOCAB_SIZE + 32, 64)
+    prompt = tokens_of(20, seed=3)
+    with torch.no_grad():
+        expected = theirs(torch.tensor([prompt])).logits[0]
+    logits = StepDriver(network).run(prefill={"a": prompt})["a"]
+    assert logits.shape == (20, VOCAB_SIZE + 32) and max_rel(logits, expected) <= 2e-4
+    embedding_VD.mul_(2)
+    doubled = StepDriver(network).run(prefill={"a": prompt})["a"]
+    assert max_rel(doubled, logits) > 0.5, "the head did not follow the embedding"
+
+
 class RecordingGate:
     """Passes rows to the gate of a layer and keeps what went in and out."""
 

@@ -144,6 +144,16 @@ def _longer_than_its_shape(file: Path) -> None:
     _write_header(file, header)
 
 
+def _overlapping(file: Path) -> None:
+    """Two tensors of one size share their bytes; the file's size still fits."""
+    header = _header(file)
+    places: dict[int, list[int]] = {}
+    for name in sorted(name for name in header if name != "__metadata__"):
+        begin, end = header[name]["data_offsets"]
+        header[name]["data_offsets"] = places.setdefault(end - begin, [begin, end])
+    _write_header(file, header)
+
+
 def _unknown_dtype(file: Path) -> None:
     header = _header(file)
     header[next(name for name in header if name != "__metadata__")]["dtype"] = "Q4"
@@ -188,6 +198,7 @@ def _write_header(file: Path, header: dict[str, dict]) -> None:
         (_append, r"the file has {size} bytes, expected {whole}: 8 bytes follow the last tensor"),
         (_past_the_end, r"the file has {size} bytes, expected at least \d+: tensor \S+ ends past the end"),
         (_longer_than_its_shape, r"tensor \S+: offsets \d+ to \d+ hold \d+ bytes, but dtype F32 and shape .* need \d+"),
+        (_overlapping, r"tensor \S+ begins at offset \d+, but the one before it \(\S+\) ends at \d+"),
         (_unknown_dtype, r"tensor \S+ has dtype 'Q4', which is unknown; known: BF16"),
         (_malformed_entry, r"tensor \S+: its header entry .* is malformed"),
         (_not_safetensors, r"this is not a safetensors file"),
