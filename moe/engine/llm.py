@@ -366,7 +366,7 @@ def _params_list(params: SamplingParams | Sequence[SamplingParams] | None, count
         return [SamplingParams()] * count
     if isinstance(params, SamplingParams):
         return [params] * count
-    listed = list(params) if isinstance(params, Sequence) else [params]
+    listed: list[Any] = list(params) if isinstance(params, Sequence) else [params]
     for at, each in enumerate(listed):
         if not isinstance(each, SamplingParams):
             raise ValueError(f"params[{at}]={each!r} must be SamplingParams.")

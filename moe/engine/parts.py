@@ -45,7 +45,7 @@ class Parts:
     def decode_one(self, token_id: int) -> str:
         """The text of one token by itself, special ones included."""
         assert self.tokenizer is not None, "texts of tokens were asked of parts without a tokenizer"
-        return self.tokenizer.decode([token_id], skip_special_tokens=False)
+        return self.tokenizer.token_text(token_id)
 
 
 def load_parts(config: Config) -> Parts:
@@ -59,8 +59,11 @@ def load_parts(config: Config) -> Parts:
     tokenizer = None
     if any((tokenizer_folder / file).is_file() for file in TOKENIZER_FILES):
         tokenizer = Tokenizer(folder, tokenizer_folder=tokenizer_folder, chat_template=config.job.chat_template)
+        if not tokenizer.has_chat_template:
+            logger.warning("%s holds no chat template: messages need one as job.chat_template=", tokenizer_folder)
     else:
         logger.warning("%s holds no tokenizer: prompts must be token ids, answers have no text", tokenizer_folder)
+    kv_layout(model, config.cache.block_size, dtype, config.cache.dtype)  # refuses what the model's dtype forbids
     network = load_model(
         folder,
         dtype=dtype,

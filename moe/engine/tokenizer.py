@@ -67,6 +67,7 @@ class Tokenizer:
         self._template = chat.read_template(chat_template) if chat_template is not None else None
         self._allow_special = allow_special_in_content
         self._plain: _PlainEncoder | None = None
+        self._token_texts: dict[int, str] = {}  # no larger than the vocabulary
         config = _read_json(self.folder / "config.json")
         generation = _read_json(self.folder / "generation_config.json")
         self.eos_ids = _eos_ids(config, generation, self.hf)
@@ -132,6 +133,13 @@ class Tokenizer:
         """The text of ids, exactly as a Detokenizer gives it in pieces."""
         return self.texts.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
+    def token_text(self, token_id: int) -> str:
+        """The text of one token by itself, special ones included; kept, since a few come again and again."""
+        text = self._token_texts.get(token_id)
+        if text is None:
+            text = self._token_texts[token_id] = self.decode([token_id], skip_special_tokens=False)
+        return text
+
     def detokenizer(self, *, skip_special_tokens: bool = True) -> Detokenizer:
         return Detokenizer(self.texts, skip_special_tokens=skip_special_tokens)
 
@@ -185,7 +193,7 @@ class _PlainEncoder:
         if forged:
             raise ValueError(
                 f"a message holds the text of control token id {forged[0]}, which this tokenizer cannot encode as "
-                "plain text; remove it from the message, or set allow_special_in_content."
+                "plain text; remove it from the message."
             )
         return [self._id_of.get(i, i) for i in ids]
 

@@ -144,6 +144,16 @@ def test_c17_repeats_of_a_cached_prompt(parts: Parts, engines: Any, length: int)
     assert wanted == [expected_tokens(prompt, 20)]
 
 
+def test_c17_generated_blocks_serve_no_prompt_of_the_same_tokens(parts: Parts, engines: Any) -> None:
+    """Decode wrote them, in other bits than prefill would have; the same prompt generating them again may have them."""
+    engine, prompt = engines(parts, block_size=8), prompt_of(16)
+    params = SamplingParams(max_tokens=25, **GREEDY)
+    (generated,) = answer(engine, [prompt], params)
+    longer = [*prompt, *generated]
+    assert answer(engine, [longer], params) == [expected_tokens(longer, 25)]
+    assert engine.stats.cached_tokens == 16  # the prompt's own blocks alone
+
+
 def test_c17_a_prefix_evicted_while_its_request_waits(parts: Parts, engines: Any) -> None:
     """The waiting request's prefix is cached when it comes and gone when its turn comes: it is computed, and right."""
     engine = engines(parts, block_size=16, num_blocks=8, max_num_seqs=1)

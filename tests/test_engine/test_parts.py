@@ -1,0 +1,62 @@
+"""What is said and refused while an engine's parts are put together, before any weight is read."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from pathlib import Path
+
+import pytest
+
+from configs.schema import CacheConfig, Config, EngineConfig, JobConfig
+from moe.engine import parts
+from moe.model.hub import resolve_model
+
+
+@pytest.fixture()
+def no_weights(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """Loads nothing; the list holds one entry for each time that weights would have been read."""
+    read: list[object] = []
+    monkeypatch.setattr(parts, "load_model", lambda folder, **options: read.append(folder))
+    return read
+
+
+def test_c41_a_missing_chat_template_is_said_at_the_start(
+    tmp_path: Path, no_weights: list[object], caplog: pytest.LogCaptureFixture
+) -> None:
+    for file in resolve_model("demo", None).iterdir():
+        if file.suffix in (".json", ".jinja"):
+            shutil.copy(file, tmp_path)
+    (tmp_path / "chat_template.jinja").unlink(missing_ok=True)
+    described = json.loads((tmp_path / "tokenizer_config.json").read_text("utf-8"))
+    described.pop("chat_template", None)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(described), encoding="utf-8")
+    engine = EngineConfig(device="cpu")
+    with caplog.at_level(logging.WARNING):
+        for config in (
+            Config(engine=engine),
+            Config(model=str(tmp_path), engine=engine, job=JobConfig(chat_template="{{ 1 }}")),
+        ):
+            parts.load_parts(config)
+        assert "chat template" not in caplog.text
+        parts.load_parts(Config(model=str(tmp_path), engine=engine))
+    assert f"{tmp_path} holds no chat template: messages need one as job.chat_template=" in caplog.text
+    assert len(no_weights) == 3
+
+
+def test_a_cache_dtype_that_cannot_be_is_refused_before_the_weights(no_weights: list[object]) -> None:
+    config = Config(dtype="float32", cache=CacheConfig(dtype="float16"), engine=EngineConfig(device="cpu"))
+    with pytest.raises(ValueError, match=r"cache\.dtype='float16' differs from the model's float32"):
+        parts.load_parts(config)
+    assert not no_weights
+
+
+def test_texts_of_single_tokens_are_decoded_once(no_weights: list[object], monkeypatch: pytest.MonkeyPatch) -> None:
+    made = parts.load_parts(Config(engine=EngineConfig(device="cpu")))
+    assert made.tokenizer is not None
+    ids = [*made.tokenizer.encode_prompt("In the beginning"), *made.eos_ids]
+    texts = [made.decode_one(token_id) for token_id in ids]
+    assert texts == [made.tokenizer.decode([token_id], skip_special_tokens=False) for token_id in ids] and all(texts)
+    monkeypatch.setattr(made.tokenizer, "decode", None)
+    assert [made.decode_one(token_id) for token_id in ids] == texts
