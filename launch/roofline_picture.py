@@ -17,8 +17,8 @@ from launch.figure import Figure
 from launch.roofline import Ceilings
 
 try:
-    import matplotlib
-    from matplotlib.figure import Figure as Canvas
+    import matplotlib  # pyright: ignore[reportMissingImports]
+    from matplotlib.figure import Figure as Canvas  # pyright: ignore[reportMissingImports]
 except ImportError:
     matplotlib = None
 

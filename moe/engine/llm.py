@@ -366,10 +366,12 @@ def _params_list(params: SamplingParams | Sequence[SamplingParams] | None, count
         return [SamplingParams()] * count
     if isinstance(params, SamplingParams):
         return [params] * count
-    listed: list[Any] = list(params) if isinstance(params, Sequence) else [params]
-    for at, each in enumerate(listed):
+    given: Sequence[object] = params if isinstance(params, Sequence) else [params]
+    listed: list[SamplingParams] = []
+    for at, each in enumerate(given):
         if not isinstance(each, SamplingParams):
             raise ValueError(f"params[{at}]={each!r} must be SamplingParams.")
+        listed.append(each)
     if len(listed) != count:
         raise ValueError(f"params has {len(listed)} entries for {count} prompts; give one for all, or one for each.")
     return listed
