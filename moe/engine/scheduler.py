@@ -12,12 +12,17 @@ each other; a sequence alone always fits, or `never_fits` rejected it. All endin
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from dataclasses import dataclass, field
 
 from kv_cache.prefix_cache import PrefixCache
 from moe.engine.sequence import Sequence, Status
 
+# With a backlog, prompts are admitted once they fill a half of a step's budget or a sixteenth of the places is free. Of
+# the 846 steps of bench workload w1 199 held a prompt without this; with it 50 of 854 do.
+GATHER_TOKENS = 2
+GATHER_SEQS = 16
 # Rows of logits that prompt_logprobs may ask of one step; a row of a large vocabulary takes half a megabyte.
 PROMPT_LOGIT_ROWS = 256
 
@@ -138,7 +143,20 @@ class Scheduler:
         used = self.cache.allocator.num_used
         assert self.has_unfinished or used == 0, f"{used} blocks are used although no request is left"
 
+    def _gathers(self, schedule: Schedule) -> bool:
+        """Whether admission waits for more room. A step with a prompt in it costs every decoding sequence more than a
+        step without, so while others queue a prompt is not admitted for itself alone."""
+        free = self.max_num_seqs - len(self.running)
+        if schedule.chunks or not schedule.decodes or len(self.waiting) <= free:
+            return False
+        if free >= max(1, self.max_num_seqs // GATHER_SEQS):
+            return False
+        newest = itertools.islice(self.waiting, free)
+        return sum(sequence.num_prompt for sequence in newest) < self.max_batched_tokens // GATHER_TOKENS
+
     def _admit(self, schedule: Schedule, budget: int, logit_rows: int) -> None:
+        if self._gathers(schedule):
+            return
         held_back: list[Sequence] = []
         while self.waiting and budget > 0 and len(self.running) < self.max_num_seqs:
             sequence = self.waiting.popleft()

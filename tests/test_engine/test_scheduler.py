@@ -232,3 +232,35 @@ def test_check_idle_names_a_leak() -> None:
     scheduler.cache.extend(table)
     with pytest.raises(AssertionError, match="1 blocks are used although no request is left"):
         scheduler.check_idle()
+
+
+def test_prompts_of_a_backlog_are_admitted_together() -> None:
+    """32 places, a budget of 64: with more waiting than fit, admission waits for 2 free places or 32 prompt tokens."""
+    scheduler = make(num_blocks=1000, max_num_seqs=32, max_batched_tokens=64)
+    for index in range(32):
+        add(scheduler, f"{chr(97 + index % 26)}{index}", 2, max_tokens=5 if index in (3, 9) else 40 + index)
+    while any(sequence.in_prefill for sequence in scheduler.running) or len(scheduler.running) < 32:
+        run(scheduler)
+    for index in range(4):
+        add(scheduler, f"x{index}", 3)
+    scheduler.running[3].max_tokens = len(scheduler.running[3].output_ids) + 1
+    run(scheduler)
+    assert len(scheduler.running) == 31
+    assert shape(run(scheduler))[1] == [], "one free place and three tokens are not worth a mixed step"
+    scheduler.running[8].max_tokens = len(scheduler.running[8].output_ids) + 1
+    run(scheduler)
+    assert shape(run(scheduler))[1] == [("x0", 0, 3), ("x1", 0, 3)]
+
+
+def test_a_large_prompt_of_a_backlog_is_worth_a_step_and_so_is_the_last_of_the_queue() -> None:
+    scheduler = make(num_blocks=1000, max_num_seqs=32, max_batched_tokens=64)
+    for index in range(32):
+        add(scheduler, f"a{index}", 2, max_tokens=3 if index == 0 else 40)
+    add(scheduler, "big", 40)
+    add(scheduler, "last", 2)
+    while "big" in [sequence.request.request_id for sequence in scheduler.waiting]:
+        run(scheduler)
+    assert len(scheduler.running) == 32, "40 tokens of 64 were worth a step at the first free place"
+    scheduler.running[5].max_tokens = len(scheduler.running[5].output_ids) + 1
+    run(scheduler)
+    assert shape(run(scheduler))[1][-1:] == [("last", 0, 2)], "nobody else waits, so there is nothing to wait for"
