@@ -69,6 +69,8 @@ class Runner:
         self.vocab_size = vocab_size
         self.eos_ids = eos_ids
         self.decode = decode
+        self._last_sampled: list[Sequence] = []
+        self._last_batch: SamplingBatch | None = None
 
     @torch.inference_mode()
     def run(self, schedule: Schedule, enter: Callable[[str], None]) -> list[Sampled]:
@@ -81,10 +83,10 @@ class Runner:
         )
         enter("sample")
         self._prompt_logprobs(schedule, logits_BV[len(sampled) :])
-        if not sampled:
+        batch = self._sampling_batch(sampled)
+        if batch is None:
             return []
-        rows = [self._sample_row(sequence) for sequence in sampled]
-        result = self.sampler.sample(logits_BV[: len(sampled)], SamplingBatch.build(rows, self.device))
+        result = self.sampler.sample(logits_BV[: len(sampled)], batch)
         ids = result.ids_B.tolist()
         logprobs = result.logprobs or [None] * len(ids)
         return [
@@ -203,6 +205,18 @@ class Runner:
             return logprobs
         decode = self.decode
         return {token_id: replace(each, decoded_token=decode(token_id)) for token_id, each in logprobs.items()}
+
+    def _sampling_batch(self, sampled: list[Sequence]) -> SamplingBatch | None:
+        """The parameters of these rows. Where the last step sampled the same sequences, all but their positions stand
+        (edits of logits follow the output and are made anew)."""
+        last, self._last_batch = self._last_batch, None
+        if sampled and last is not None and sampled == self._last_sampled and last.edits is None:
+            self._last_batch = last._replace(position_B=last.position_B + 1)
+        elif sampled:
+            rows = [self._sample_row(sequence) for sequence in sampled]
+            self._last_batch = SamplingBatch.build(rows, self.device)
+        self._last_sampled = sampled
+        return self._last_batch
 
     def _sample_row(self, sequence: Sequence) -> SampleRow:
         return SampleRow(
