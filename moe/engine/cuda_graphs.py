@@ -112,7 +112,6 @@ class DecodeGraphs:
         self.sizes = graph_sizes(max_num_seqs)
         self.bounds = [bound for bound in LENGTH_BOUNDS if bound < max_model_len] + [max_model_len]
         self.table_width = -(-max_model_len // block_size)
-        self.capture_seconds = 0.0
         self._memory = torch.cuda.graph_pool_handle()
         self._inputs: dict[int, _Inputs] = {}
         self._graphs: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
@@ -147,5 +146,5 @@ class DecodeGraphs:
         with torch.cuda.graph(graph, pool=self._memory):
             logits_BV = self.network.forward(step, self.kv_caches)
         self._graphs[size, bound] = graph, logits_BV
-        self.capture_seconds += time.perf_counter() - started
-        logger.debug("captured decode of %d rows up to %d positions", size, bound)
+        seconds = time.perf_counter() - started
+        logger.debug("captured decode of %d rows up to %d positions in %.1f s", size, bound, seconds)

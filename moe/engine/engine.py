@@ -64,7 +64,7 @@ class Engine:
             network.load = LoadCounter(parts.model.num_layers, parts.model.moe.num_experts, parts.device)
         use_graphs = engine.cuda_graphs and parts.device.type == "cuda"
         layout = kv_layout(parts.model, cache.block_size, parts.dtype, cache.dtype)
-        sampler = Sampler(parts.device, self.vocab_size)
+        sampler = Sampler(self.vocab_size)
         self.plan = plan_cache(config, parts, layout, sampler)
         logger.info("%s", self.plan.table())
         pool = KVPool(layout, self.plan.num_blocks, parts.device)
@@ -333,5 +333,4 @@ def plan_cache(config: Config, parts: Parts, layout: KVLayout, sampler: Sampler)
         memory_fraction=config.cache.memory_fraction,
         cpu_gb=config.cache.cpu_gb,
         max_model_len=parts.max_model_len,
-        max_num_seqs=config.engine.max_num_seqs,
     )

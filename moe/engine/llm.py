@@ -62,6 +62,7 @@ class LLM:
         block_size, num_blocks, memory_fraction, cpu_gb, enable_prefix_caching: the KV cache, see configs.schema.
         max_num_seqs, max_batched_tokens, prefill_chunk: what one step may hold.
         cuda_graphs: replay decode steps, on a GPU.
+        force_preempt_every, parts: for tests: see configs.schema; a network and tokenizer that are loaded already.
         config: everything at once, instead of all the arguments above; it is checked and closed. Of its keys for jobs
             and lines only job.chat_template and sampling.seed mean something here; others are refused.
 
@@ -157,7 +158,9 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer one conversation, or a list of them, through the checkpoint's chat template.
 
-        Sampling fields left at None come from the checkpoint's generation_config.
+        Sampling fields left at None come from the checkpoint's generation_config. `add_generation_prompt` None: yes,
+        unless the final message is to be continued. ValueError, before anything runs, where there is no template or it
+        refuses a conversation.
         """
         listed = list(messages)
         chats: list[Any] = [listed] if listed and isinstance(listed[0], Mapping) else listed

@@ -50,7 +50,7 @@ def measure_memory(
         for step in steps:
             torch.cuda.reset_peak_memory_stats(device)
             logits_BV = network.forward(step, pool.layers)[:num_rows]
-            rows = [SampleRow(params, 0, 1, [0], [], 0)] * logits_BV.shape[0]
+            rows = [SampleRow(params, 0, 1, [0], [])] * logits_BV.shape[0]
             sampler.sample(logits_BV, SamplingBatch.build(rows, device))
             del logits_BV
             peaks.append(torch.cuda.max_memory_allocated(device))

@@ -25,7 +25,6 @@ class MemoryPlan:
     block_size: int
     num_blocks: int
     max_model_len: int
-    max_num_seqs: int
     chosen_by: str  # the key that set num_blocks
 
     @property
@@ -80,7 +79,6 @@ def plan_memory(
     memory_fraction: float,
     cpu_gb: float,
     max_model_len: int,
-    max_num_seqs: int,
 ) -> MemoryPlan:
     """Decide the number of KV blocks: cache.num_blocks if given, else the rest of the device, else cache.cpu_gb.
 
@@ -113,7 +111,6 @@ def plan_memory(
         block_size=layout.block_size,
         num_blocks=chosen,
         max_model_len=max_model_len,
-        max_num_seqs=max_num_seqs,
         chosen_by=by,
     )
 

@@ -12,7 +12,10 @@ from router.load import LoadCounter
 
 
 class Network(Protocol):
-    """`forward`: fp32 logits [B', V] of the rows `step.logits_rows_B`. `targets`: all parameters by name."""
+    """`forward`: fp32 logits [B', V] of the rows `step.logits_rows_B`. `targets`: all parameters by name.
+
+    `load`: where `forward` counts the rows of each expert; None counts nothing. The engine sets one if none is.
+    """
 
     load: LoadCounter | None
 

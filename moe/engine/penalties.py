@@ -18,6 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from moe.engine.upload import upload_array
+
 
 class TokenCounts:
     """How often each id stands in a sequence's output; ids of the prompt are known with count 0. Grows by `extend`."""
@@ -84,13 +86,15 @@ class LogitEdits:
             lengths = [len(ids) for ids, _ in arrays]
             rows = np.repeat(np.array([row.row for row in penalties], dtype=np.int64), lengths)
             strengths = np.array([(p.repetition, p.presence, p.frequency) for p in penalties], dtype=np.float32)
-            seen_at_2S = _upload(np.stack([rows, np.concatenate([ids for ids, _ in arrays])]), device)
-            counts_S = _upload(np.concatenate([counts for _, counts in arrays]), device)
-            strengths_3S = _upload(np.repeat(strengths.T, lengths, axis=1), device)
+            seen_at_2S = upload_array(np.stack([rows, np.concatenate([ids for ids, _ in arrays])]), device)
+            counts_S = upload_array(np.concatenate([counts for _, counts in arrays]), device)
+            strengths_3S = upload_array(np.repeat(strengths.T, lengths, axis=1), device)
         return cls(
-            bias_at_2P=_upload(np.array([(r, i) for r, i, _ in biases], dtype=np.int64).T, device) if biases else None,
-            bias_P=_upload(np.array([b for _, _, b in biases], dtype=np.float32), device) if biases else None,
-            masked_at_2Q=_upload(np.array(masked, dtype=np.int64).T, device) if masked else None,
+            bias_at_2P=upload_array(np.array([(r, i) for r, i, _ in biases], dtype=np.int64).T, device)
+            if biases
+            else None,
+            bias_P=upload_array(np.array([b for _, _, b in biases], dtype=np.float32), device) if biases else None,
+            masked_at_2Q=upload_array(np.array(masked, dtype=np.int64).T, device) if masked else None,
             seen_at_2S=seen_at_2S,
             counts_S=counts_S,
             strengths_3S=strengths_3S,
@@ -113,8 +117,3 @@ class LogitEdits:
             # Two steps, each rounded: a fused multiply-add would give other bits on other devices.
             x_S = x_S - frequency_S * self.counts_S
             logits_BV[at] = x_S - presence_S * (self.counts_S > 0)
-
-
-def _upload(array: np.ndarray, device: torch.device) -> Tensor:
-    host = torch.from_numpy(np.ascontiguousarray(array))
-    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.clone()

@@ -1,11 +1,13 @@
 """From a schedule to tensors, through the network, to token ids on the host.
 
-Knows the pool, the network's interface and the sampler; knows nothing of queues, text or endings. Everything a step
-needs goes to the device in one copy; only ids (and log-probabilities, where asked) come back. What a kernel could only
+Knows the pool, the network's interface and the sampler; knows nothing of queues, text or endings. The network's inputs
+go to the device in one copy, the sampler's parameters in a few more, and only where they changed; only ids (and
+log-probabilities, where asked) come back. What a kernel could only
 read out of bounds is asserted here, on the host, before anything is launched.
 
-Rows: one per decoding sequence, then the chunks. Logits are computed for the rows that need a token, then for prompt
-rows whose log-probabilities are wanted. A row that replays a known token needs neither.
+Rows: one per decoding sequence, then the chunks. Logits come for the rows that need a token, then for prompt rows whose
+log-probabilities are wanted. A row that replays a known token needs neither (a CUDA graph computes the logits of every
+row; those are dropped).
 """
 
 from __future__ import annotations
@@ -225,7 +227,6 @@ class Runner:
             position=sequence.num_tokens,
             prompt_ids=sequence.prompt_ids,
             output_ids=sequence.output_ids,
-            num_generated=len(sequence.output_ids),
             eos_ids=self.eos_ids,
             counts=sequence.token_counts(),
         )

@@ -27,6 +27,7 @@ from kernels.sample import sample_argmax
 from moe.engine.logprobs import LogprobTensors, fixed_point_exp, to_records, token_logprobs
 from moe.engine.penalties import LogitEdits, PenaltyRow, TokenCounts
 from moe.engine.request import SamplingParams, TokenLogprobs
+from moe.engine.upload import upload_array
 
 # Up to this k the largest logits are selected, beyond it the row is sorted. The values are the same.
 SELECT_TOP_K = 1024
@@ -45,7 +46,6 @@ class SampleRow:
     position: int
     prompt_ids: Sequence[int]
     output_ids: Sequence[int]
-    num_generated: int
     eos_ids: Collection[int] = ()
     counts: TokenCounts | None = None
 
@@ -80,18 +80,18 @@ class SamplingBatch(NamedTuple):
         min_p = [_min_p_offset(row.params, t) for row, t in zip(rows, temperature)]
         wanted = [(at, row.params.logprobs) for at, row in enumerate(rows) if row.params.logprobs is not None]
         keys = np.array([[_as_int64(row.seed) for row in rows], [row.position for row in rows]], dtype=np.int64)
-        seed_B, position_B = _upload(keys.reshape(2, -1), device)
+        seed_B, position_B = upload_array(keys.reshape(2, -1), device)
         return cls(
-            temperature_B=_upload(np.array(temperature, dtype=np.float32), device),
+            temperature_B=upload_array(np.array(temperature, dtype=np.float32), device),
             seed_B=seed_B,
             position_B=position_B,
             edits=_build_edits(rows, device),
             cuts=_build_cuts(rows, temperature, device),
-            min_p_offset_B=_upload(np.array(min_p, dtype=np.float32), device)
+            min_p_offset_B=upload_array(np.array(min_p, dtype=np.float32), device)
             if max(min_p, default=-1) > -math.inf
             else None,
             logprob_rows=tuple(at for at, _ in wanted),
-            logprob_rows_R=_upload(np.array([at for at, _ in wanted], dtype=np.int64), device) if wanted else None,
+            logprob_rows_R=upload_array(np.array([at for at, _ in wanted], dtype=np.int64), device) if wanted else None,
             num_top_R=tuple(num_top for _, num_top in wanted),
         )
 
@@ -118,8 +118,7 @@ class SampleResult(NamedTuple):
 class Sampler:
     """Samples one token a row. Holds no state: the random stream is a function of seed, position and id."""
 
-    def __init__(self, device: torch.device | str, vocab_size: int) -> None:
-        self.device = torch.device(device)
+    def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size
 
     def sample(self, logits_BV: Tensor, batch: SamplingBatch) -> SampleResult:
@@ -149,7 +148,7 @@ class Sampler:
         assert logits_TV.shape == (len(target_ids), self.vocab_size), f"{tuple(logits_TV.shape)} logits"
         if not target_ids:
             return []
-        ids_T = _upload(np.array(target_ids, dtype=np.int64), logits_TV.device)
+        ids_T = upload_array(np.array(target_ids, dtype=np.int64), logits_TV.device)
         return to_records(token_logprobs(logits_TV, ids_T, num_top), [num_top] * len(target_ids))
 
 
@@ -191,7 +190,7 @@ def _build_edits(rows: Sequence[SampleRow], device: torch.device) -> LogitEdits 
     for at, row in enumerate(rows):
         params = row.params
         biases += [(at, token_id, bias) for token_id, bias in (params.logit_bias or {}).items()]
-        if row.num_generated < params.min_tokens:
+        if len(row.output_ids) < params.min_tokens:
             ending = set(params.stop_token_ids) | (set() if params.ignore_eos else set(row.eos_ids))
             masked += [(at, token_id) for token_id in sorted(ending)]
         repetition = 1.0 if params.repetition_penalty is None else params.repetition_penalty
@@ -219,10 +218,10 @@ def _build_cuts(rows: Sequence[SampleRow], temperature: Sequence[float], device:
             at, top_k, top_p, t = zip(*group)
             cuts.append(
                 CutRows(
-                    rows_C=_upload(np.array(at, dtype=np.int64), device),
-                    top_k_C=_upload(np.array(top_k, dtype=np.int64), device),
-                    top_p_C=_upload(np.array(top_p, dtype=np.float64), device),
-                    temperature_C=_upload(np.array(t, dtype=np.float32), device),
+                    rows_C=upload_array(np.array(at, dtype=np.int64), device),
+                    top_k_C=upload_array(np.array(top_k, dtype=np.int64), device),
+                    top_p_C=upload_array(np.array(top_p, dtype=np.float64), device),
+                    temperature_C=upload_array(np.array(t, dtype=np.float32), device),
                     width=max(top_k) if group is selected else None,
                 )
             )
@@ -245,8 +244,3 @@ def _min_p_offset(params: SamplingParams, temperature: float) -> float:
 def _as_int64(seed: int) -> int:
     """Seeds up to 2^64 - 1 as the signed number with the same bits."""
     return seed - 2**64 if seed >= 2**63 else seed
-
-
-def _upload(array: np.ndarray, device: torch.device) -> Tensor:
-    host = torch.from_numpy(np.ascontiguousarray(array))
-    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.clone()

@@ -4,10 +4,10 @@ Knows sequences, blocks and limits; knows nothing of tensors, sampling or text. 
 
 A step holds one row for every decoding sequence, then chunks of prompts with what the budget leaves; admission binds
 the blocks of all tokens known of a sequence, so only decoding can run out of them. Then the newest running sequence
-gives way: it goes back to the front of the queue and gets its cache back later (see sequence.py). A new one
-is admitted only if every running sequence can still grow by one block, so that admission and preemption do not chase
-each other; a sequence alone always fits, or `never_fits` rejected it. All endings and preemptions give blocks back in
-`_release`.
+gives way: it goes back to the front of the queue and gets its cache back later (see sequence.py). A new one is admitted
+only if every running sequence can still grow by one block, so that admission and preemption do not chase each other; a
+sequence alone always fits, or `never_fits` rejected it. With a backlog, prompts wait until several can be admitted in
+one step (`_gathers`). All endings and preemptions give blocks back in `_release`.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from moe.engine.sequence import Sequence, Status
 
 # With a backlog, prompts are admitted once they fill a half of a step's budget or a sixteenth of the places is free. Of
 # the 846 steps of bench workload w1 199 held a prompt without this; with it 50 of 854 do.
-GATHER_TOKENS = 2
-GATHER_SEQS = 16
+GATHER_BUDGET_PARTS = 2
+GATHER_PLACE_PARTS = 16
 # Rows of logits that prompt_logprobs may ask of one step; a row of a large vocabulary takes half a megabyte.
 PROMPT_LOGIT_ROWS = 256
 
@@ -149,10 +149,10 @@ class Scheduler:
         free = self.max_num_seqs - len(self.running)
         if schedule.chunks or not schedule.decodes or len(self.waiting) <= free:
             return False
-        if free >= max(1, self.max_num_seqs // GATHER_SEQS):
+        if free >= max(1, self.max_num_seqs // GATHER_PLACE_PARTS):
             return False
-        newest = itertools.islice(self.waiting, free)
-        return sum(sequence.num_prompt for sequence in newest) < self.max_batched_tokens // GATHER_TOKENS
+        admissible = itertools.islice(self.waiting, free)
+        return sum(sequence.num_prompt for sequence in admissible) < self.max_batched_tokens // GATHER_BUDGET_PARTS
 
     def _admit(self, schedule: Schedule, budget: int, logit_rows: int) -> None:
         if self._gathers(schedule):

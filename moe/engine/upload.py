@@ -1,4 +1,7 @@
-"""Many small arrays to the device as one copy. Knows bytes and alignment; knows nothing of what they mean."""
+"""Arrays to the device: many small ones as one copy, or one by itself.
+
+Knows bytes and alignment; knows nothing of what they mean.
+"""
 
 from __future__ import annotations
 
@@ -40,6 +43,12 @@ def upload(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
     """The same arrays on the device, through one pinned buffer and one copy (on the CPU: views of it)."""
     there = place(arrays, pinned=device.type == "cuda").to(device, non_blocking=True)
     return views(there, arrays)
+
+
+def upload_array(array: np.ndarray, device: torch.device) -> Tensor:
+    """One array of any dtype, as a copy that nobody waits for. On the CPU a copy too: the array may change later."""
+    host = torch.from_numpy(np.ascontiguousarray(array))
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.clone()
 
 
 def _starts(arrays: Sequence[np.ndarray]) -> tuple[list[int], int]:

@@ -24,7 +24,6 @@ def plan(memory: DeviceMemory, **changed: Any) -> MemoryPlan:
         "memory_fraction": 0.9,
         "cpu_gb": 1.0,
         "max_model_len": 4096,
-        "max_num_seqs": 64,
     }
     return plan_memory(LAYOUT, memory, **(keys | changed))
 
@@ -96,7 +95,7 @@ def test_the_measured_steps_are_the_largest() -> None:
 
 def test_weights_are_counted_from_the_targets() -> None:
     sizes = {"max_batched_tokens": 32, "max_num_seqs": 4, "max_model_len": 64}
-    measured = measure_memory(FakeNetwork(), Sampler("cpu", 8), LAYOUT, torch.device("cpu"), **sizes)
+    measured = measure_memory(FakeNetwork(), Sampler(8), LAYOUT, torch.device("cpu"), **sizes)
     assert measured == DeviceMemory("cpu", None, 16, 0)
 
 

@@ -30,12 +30,12 @@ INF = math.inf
 def row(position: int = 5, prompt: Sequence[int] = (1,), output: Sequence[int] = (), **params) -> SampleRow:
     seed = params.pop("row_seed", 11)
     eos_ids = params.pop("eos_ids", ())
-    return SampleRow(SamplingParams(**params), seed, position, prompt, output, len(output), eos_ids)
+    return SampleRow(SamplingParams(**params), seed, position, prompt, output, eos_ids)
 
 
 def sample(logits_BV: Tensor, rows: Sequence[SampleRow], device: str = "cpu") -> SampleResult:
     batch = SamplingBatch.build(rows, device)
-    return Sampler(device, logits_BV.shape[1]).sample(logits_BV.to(device), batch)
+    return Sampler(logits_BV.shape[1]).sample(logits_BV.to(device), batch)
 
 
 def processed(logits_BV: Tensor, rows: Sequence[SampleRow]) -> Tensor:
@@ -216,7 +216,7 @@ def test_thresholds_have_the_same_bits_alone() -> None:
 def test_sampling_does_not_wait_for_the_device() -> None:
     logits_BV = logits(64, 2049).cuda()
     batch = SamplingBatch.build(mixed_rows(64, 2049), "cuda")
-    sampler = Sampler("cuda", 2049)
+    sampler = Sampler(2049)
     want = sampler.sample(logits_BV, batch).ids_B.tolist()
     torch.cuda.synchronize()
     mode = torch.cuda.get_sync_debug_mode()
@@ -271,7 +271,7 @@ def test_C08_penalties_and_random_stream_continue_where_they_were() -> None:
         counts = TokenCounts(prompt, output) if keep_counts else None
         for _ in range(steps):
             last = (prompt + output)[-1]
-            one = SampleRow(params, 77, len(prompt) + len(output), prompt, output, len(output), counts=counts)
+            one = SampleRow(params, 77, len(prompt) + len(output), prompt, output, counts=counts)
             token_id = int(sample(table_VV[last : last + 1], [one]).ids_B)
             output.append(token_id)
             if counts is not None:
@@ -332,14 +332,14 @@ def test_equal_logits_rank_by_id() -> None:
 
 def test_prompt_logprobs() -> None:
     logits_TV = logits(3, 50)
-    records = Sampler("cpu", 50).prompt_logprobs(logits_TV, [4, 0, 49], 1)
+    records = Sampler(50).prompt_logprobs(logits_TV, [4, 0, 49], 1)
     want_TV = logits_TV.log_softmax(1)
     for at, (token_id, record) in enumerate(zip([4, 0, 49], records)):
         best = int(logits_TV[at].argmax())
         assert set(record) == {token_id, best}
         assert isinstance(record[token_id], Logprob) and record[best].rank == 1
         assert record[token_id].logprob == pytest.approx(float(want_TV[at, token_id]), abs=1e-5)
-    assert Sampler("cpu", 50).prompt_logprobs(logits_TV[:0], [], 1) == []
+    assert Sampler(50).prompt_logprobs(logits_TV[:0], [], 1) == []
 
 
 def test_no_rows() -> None:
