@@ -26,9 +26,10 @@ class LoadCounter:
 
     def snapshot(self) -> Tensor:
         """Counts so far, int64 [layers, E] on the CPU. Waits for the device."""
-        return self._counts_LE.cpu().clone()
+        return self._counts_LE.cpu().clone()  # on the CPU `cpu` alone would be the live counts
 
     def reset(self) -> None:
+        """Back to zero, in place: captured graphs go on adding to the same counts."""
         self._counts_LE.zero_()
 
 

@@ -28,8 +28,8 @@ from router.load import LoadCounter
 class CausalLM:
     """A decoder with its parameters allocated but not filled: load into `targets()`, then call `finalize()`.
 
-    `max_model_len` is the longest sequence the engine admits: the rope table is exactly that long. `load`, where given,
-    counts the rows of each expert: LoadCounter(config.num_layers, config.moe.num_experts, device). `products` says
+    `max_model_len` is the longest sequence the engine admits: the rope table is exactly that long. `load` counts the
+    rows of each expert once it is set: LoadCounter(config.num_layers, config.moe.num_experts, device). `products` says
     after `finalize` which implementation each linear shape uses.
     """
 
@@ -43,7 +43,6 @@ class CausalLM:
         mla_workspace_tokens: int,
         placement: Placement | None = None,
         rank: int = 0,
-        load: LoadCounter | None = None,
     ) -> None:
         self.config = config
         self.dtype = dtype
@@ -51,7 +50,7 @@ class CausalLM:
         self.max_model_len = max_model_len
         self.placement = placement or Placement.contiguous(config.moe.num_experts, num_ranks=1)
         self.experts = self.placement.experts_of(rank)
-        self.load = load
+        self.load: LoadCounter | None = None
         self.products: dict[str, str] = {}
         self.mla_workspace_tokens: int | None = None
         workspace: MLAWorkspace | None = None
@@ -95,11 +94,12 @@ class CausalLM:
 
     @torch.no_grad()
     def hidden(self, step: StepInput, kv_caches: Sequence[Tensor]) -> Tensor:
-        """x_TD after the last norm, every row."""
+        """x_TD after the last norm, every row: what tests compare beside the logits."""
         x_TD, residual_TD = self._rows(step, kv_caches)
         return rmsnorm_residual(x_TD, residual_TD, self.norm_D, self.config.norm_eps)[0]
 
     def _rows(self, step: StepInput, kv_caches: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """(x_TD, residual_TD) behind the last layer; the last norm takes their sum."""
         plan = self._plan(step, kv_caches)
         x_TD: Tensor = self.embedding(step.token_ids_T)
         residual_TD: Tensor | None = None

@@ -16,8 +16,8 @@ class Embedding:
         self.weight_VD = weight_VD
 
     def __call__(self, token_ids_T: Tensor) -> Tensor:
-        # A row whose logits were NaN is handed on as id -1 until the host has ended its request: any row will do for
-        # it, but an index out of range would end the process.
+        # The runner asserts the range of ids that come from the host. This is for ids that it has not seen, such as the
+        # sampler's -1 for a row of NaN: any row will do for them, an index out of range would end the process.
         return F.embedding(token_ids_T.clamp(0, self.weight_VD.shape[0] - 1), self.weight_VD)
 
 

@@ -70,7 +70,7 @@ class Parameters:
         return self.linears[name]
 
     def choose_products(self) -> dict[str, str]:
-        """Try each distinct shape once on its device; returns shape -> "library" or "unsplit", to print at start."""
+        """Try each distinct shape once on its device; returns shape -> "library" or "unsplit"."""
         chosen: dict[tuple[int, int, bool], bool] = {}
         for linear in self.linears.values():
             num_outputs, num_inputs = linear.weight_NK.shape

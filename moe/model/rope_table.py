@@ -15,7 +15,7 @@ from moe.model.config import RopeConfig
 
 
 def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
-    """YaRN's growth of attention with the stretch of the context: 0.1 * mscale * ln(factor) + 1."""
+    """YaRN's growth of attention with the stretch of the context: 0.1 * mscale * ln(factor) + 1; without stretch 1."""
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 

@@ -1,4 +1,4 @@
-"""The tensors of one step: what the runner hands to the network. Knows nothing of requests.
+"""The tensors of one step: what the engine hands to the network. Knows nothing of requests.
 
 Rows are ordered: first one row for each decoding sequence (B_d rows), then the prefill chunks, one after another.
 Decode rows and prefill rows take different attention kernels, whose results differ in bits; a position belongs to the
@@ -15,11 +15,11 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class DecodeBatch:
-    """B sequences with one new token each. `kv_lens_B` counts that token too."""
+    """B sequences with one new token each. `kv_lens_B` counts that token too; a padding row has length 0."""
 
     block_tables_BM: Tensor  # int32 [B, M], physical block of each logical block; unused entries hold any valid id
     kv_lens_B: Tensor  # int32 [B]
-    max_kv_len: int
+    max_kv_len: int  # no length is above it; in a CUDA graph the graph's bound
 
 
 @dataclass(frozen=True)
@@ -51,4 +51,4 @@ class StepInput:
     decode: DecodeBatch | None
     prefill: PrefillBatch | None
     logits_rows_B: Tensor  # int64 [B'], the rows whose logits are wanted, in the order of the result
-    real_T: Tensor | None = None  # bool [T], False for padding rows (they count for nothing); None: every row is real
+    real_T: Tensor | None = None  # bool [T], False: a padding row, which goes to no expert; None: every row is real

@@ -13,6 +13,7 @@ from typing import Any
 
 from kernels.routing import RoutingRule
 from moe.model.config import RopeConfig
+from moe.model.rope_table import yarn_mscale
 
 _REQUIRED = object()
 # Fields a nested text_config may leave to the outer config.
@@ -173,7 +174,7 @@ class ConfigFields:
         factor = scaling.number("factor", default=max_positions / original, positive=True)
         mscale, all_dim = scaling.number("mscale", default=0.0), scaling.number("mscale_all_dim", default=0.0)
         both = mscale and all_dim
-        own_factor = yarn_mscale(factor, mscale) / yarn_mscale(factor, all_dim) if both else yarn_mscale(factor, 1.0)
+        own_factor = yarn_mscale(factor, mscale) / yarn_mscale(factor, all_dim) if both else yarn_mscale(factor)
         return RopeConfig(
             theta=base,
             dim=dim,
@@ -191,11 +192,6 @@ class ConfigFields:
 
     def _present(self, names: tuple[str, ...]) -> str:
         return next((name for name in names if name in self.values), names[0])
-
-
-def yarn_mscale(factor: float, mscale: float) -> float:
-    """YaRN's magnitude correction: 0.1 * mscale * ln(factor) + 1, and 1 where nothing is stretched."""
-    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
 def check_rule(rule: RoutingRule, num_experts: int) -> RoutingRule:

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 from kernels.routing import RoutingRule
 from moe.model.config import MLAConfig, ModelConfig, MoEConfig
-from moe.model.families.config_fields import ConfigFields, check_rule, yarn_mscale
+from moe.model.families.config_fields import ConfigFields, check_rule
 from moe.model.families.weight_rule import ExpertNames
+from moe.model.rope_table import yarn_mscale
 
 MODEL_TYPES = ("deepseek_v2", "deepseek_v3")
 EXPERT_NAMES = ExpertNames(block="mlp", gate="gate_proj", up="up_proj", down="down_proj")
