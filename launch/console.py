@@ -74,7 +74,7 @@ class ProgressView:
 def progress_line(progress: Progress, rate: float, *, running: int, waiting: int) -> str:
     """One line of progress.
 
-    >>> progress_line(Progress(9, 4, 1, 5, 100, 0.25, 2.0), 50.0, running=3, waiting=2)
+    >>> progress_line(Progress(9, 4, 1, 100, 0.25, 2.0), 50.0, running=3, waiting=2)
     '4 lines done (1 failed), 50 tokens/s, 3 running, 2 waiting, KV cache 25 %'
     """
     failed = f" ({progress.lines_failed} failed)" if progress.lines_failed else ""

@@ -259,7 +259,6 @@ class Job:
             lines_read=self.lines_read,
             lines_done=self.lines_read - len(self._running),
             lines_failed=self.lines_failed,
-            in_progress=len(self._running),
             output_tokens=stats.output_tokens,
             kv_use=stats.kv_blocks_used / stats.kv_blocks_total if stats.kv_blocks_total else 0.0,
             seconds=self.seconds,

@@ -6,7 +6,6 @@ from typing import Any
 
 from moe.batch.protocol import (
     SAMPLING_FIELDS,
-    ChatOptions,
     LineError,
     LineId,
     LineRequest,
@@ -46,7 +45,7 @@ def parse_plain(number: int, record: dict[str, Any]) -> LineRequest:
             raise LineError(f"{name} belongs to messages; this line has {given[0]}.")
     if given == ["prompt_token_ids"]:
         ids = check_token_ids("prompt_token_ids", record["prompt_token_ids"])
-        return LineRequest(number, line_id, "plain", sampling, prompt_token_ids=ids, chat=ChatOptions())
+        return LineRequest(number, line_id, "plain", sampling, prompt_token_ids=ids)
     return LineRequest(number, line_id, "plain", sampling, prompt=typed(record, "prompt", str, "a text"))
 
 

@@ -15,7 +15,6 @@ class Progress:
     lines_read: int
     lines_done: int  # answered or failed
     lines_failed: int
-    in_progress: int  # read, not finished
     output_tokens: int
     kv_use: float  # share of the cache's blocks in use
     seconds: float
@@ -23,7 +22,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class JobReport:
-    """A finished job. Times in seconds; a rate counts the time between the first step and the last answer."""
+    """A finished job. Times in seconds; `seconds`, which the rate divides by, ends with the last record written."""
 
     model: str
     device: str

@@ -8,7 +8,7 @@ runs, behind marks that no text holds, and `Rendered` says where it belongs; the
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -136,7 +136,8 @@ def _strings(value: Any) -> list[str]:
     return []
 
 
-def _mapped(value: Any, change: Any) -> Any:
+def _mapped(value: Any, change: Callable[[str], str]) -> Any:
+    """`value` with every string in it changed, keys too."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, Mapping):

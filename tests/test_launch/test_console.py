@@ -17,7 +17,7 @@ from moe.engine.stats import EngineStats
 
 
 def progress(tokens: int) -> Progress:
-    return Progress(9, 4, 1, 5, tokens, 0.25, 2.0)
+    return Progress(9, 4, 1, tokens, 0.25, 2.0)
 
 
 @pytest.mark.parametrize("module", [console, report])
