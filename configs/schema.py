@@ -63,7 +63,7 @@ class EngineConfig(Section):
     prefill_chunk: int | None = key(None, "most prompt tokens of one request in one step; null: the token budget")
     cuda_graphs: bool = key(True, "replay decode steps as CUDA graphs (on a GPU)")
     mla_workspace_tokens: int = key(32768, "rows of expanded keys and values that MLA prefill holds at a time")
-    step_timeout_s: float = key(300.0, "the watchdog speaks when one step takes longer")
+    step_timeout_s: float = key(300.0, "the watchdog speaks when one stage of a step takes longer")
     force_preempt_every: int = key(0, "tests: preempt the newest running request every so many steps; 0: never")
     seed: int = key(0, "weights of load_format=dummy")
 
@@ -82,12 +82,12 @@ class CacheConfig(Section):
 
 @dataclass
 class ParallelConfig(Section):
-    """Experts over ranks. One rank today: `local`; the other dispatchers stand behind the same key."""
+    """Experts over ranks. This version has one rank, whose experts are `local`: no other value has an effect yet."""
 
     dispatcher: str = key("auto", "auto or local")
     combine: str = key("exact", "exact: the same bits whatever the number of ranks")
-    row_cap: int | None = key(None, "most rows a rank receives in one round; null: no cap")
-    timeout_s: float = key(600.0, "a collective that takes longer ends the run")
+    row_cap: int | None = key(None, "most rows a rank receives in one round; null: no cap (one rank: no effect)")
+    timeout_s: float = key(600.0, "a collective that takes longer ends the run (one rank: there is none)")
 
 
 @dataclass

@@ -1,8 +1,8 @@
 """y = x w^T (+ bias) with the sum over K never split, so that a row's bits do not depend on how many rows there are.
 
 Knows matrices; knows nothing of models. Serves where the vendor library may split K by the number of rows: router
-logits, narrow projections, and, as `head_linear`, the per-head products of absorbed MLA. On CPU the products run in
-blocks of 32 rows, the last one filled up with zeros: torch's own rows change with the number of rows.
+logits, the head, narrow projections, and, as `head_linear`, the per-head products of absorbed MLA. On CPU the products
+run in blocks of 32 rows, the last one filled up with zeros: torch's own rows change with the number of rows.
 """
 
 # Launch options such as num_warps are no parameters of a kernel.

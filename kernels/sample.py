@@ -31,6 +31,7 @@ from kernels.checks import assert_dtype, assert_last_contiguous, assert_same_dev
 LANES = 512
 TILE = 4 * LANES
 
+# The kernels repeat these as literals: they cannot read plain globals.
 MULTIPLIER_0, MULTIPLIER_1 = 0xD2511F53, 0xCD9E8D57
 WEYL_0, WEYL_1 = 0x9E3779B9, 0xBB67AE85
 MASK32 = 0xFFFFFFFF
