@@ -27,6 +27,7 @@ from configs.schema import Config, known_keys
 from launch.overrides import PRESET, check_argument, check_name, check_value, flatten, set_raw, type_words
 
 PATH_KEYS = ("model", "tokenizer", "input", "output")
+JOB_PATH_KEYS = ("report", "chat_template")
 FLAGS = (
     ("--input PATH", "input, as typed: no character has a meaning of its own"),
     ("--output PATH", "output, the same way"),
@@ -180,6 +181,8 @@ def _to_config(composed: DictConfig) -> Config:
     for name in PATH_KEYS:
         if (value := getattr(config, name)) is not None and value.startswith("~"):
             setattr(config, name, os.path.expanduser(value))
-    if config.job.report is not None:
-        config.job.report = os.path.expanduser(config.job.report)
+    for name in JOB_PATH_KEYS:
+        # A chat template may be the template's own text, which no "~" begins.
+        if (value := getattr(config.job, name)) is not None:
+            setattr(config.job, name, os.path.expanduser(value))
     return freeze(config)

@@ -325,6 +325,7 @@ def plan_cache(config: Config, parts: Parts, layout: KVLayout, sampler: Sampler)
         max_batched_tokens=config.engine.max_batched_tokens,
         max_num_seqs=config.engine.max_num_seqs,
         max_model_len=parts.max_model_len,
+        cuda_graphs=config.engine.cuda_graphs,
     )
     return plan_memory(
         layout,

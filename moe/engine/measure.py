@@ -26,7 +26,7 @@ def measure_memory(
     max_batched_tokens: int,
     max_num_seqs: int,
     max_model_len: int,
-    cuda_graphs: bool = False,
+    cuda_graphs: bool,
 ) -> DeviceMemory:
     """Weights by their sizes; on a GPU also the peak of the largest prefill and the largest decode step.
 

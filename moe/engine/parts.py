@@ -6,6 +6,7 @@ Knows where a checkpoint's parts lie and which dtype, device and length they get
 from __future__ import annotations
 
 import logging
+import time
 from dataclasses import dataclass
 
 import torch
@@ -48,6 +49,22 @@ class Parts:
         return self.tokenizer.token_text(token_id)
 
 
+class LoadProgress:
+    """Says every few seconds how much of the weights is read; a load shorter than that says nothing."""
+
+    def __init__(self, every_s: float = 5.0) -> None:
+        self.every_s = every_s
+        self.started = self.told = time.monotonic()
+
+    def __call__(self, done: int, total: int) -> None:
+        now = time.monotonic()
+        if now - self.told < self.every_s:
+            return
+        self.told = now
+        rate = done / (now - self.started)
+        logger.info("read %.1f of %.1f GB of weights, %.1f GB/s", done / 1e9, total / 1e9, rate / 1e9)
+
+
 def load_parts(config: Config) -> Parts:
     """Everything that `config` names, on its device. ValueError for a wrong key, before any weight is read."""
     device = resolve_device(config.engine.device)
@@ -72,6 +89,7 @@ def load_parts(config: Config) -> Parts:
         seed=config.engine.seed,
         max_model_len=max_model_len,
         mla_workspace_tokens=config.engine.mla_workspace_tokens,
+        progress=LoadProgress(),
     )
     return Parts(network, model, tokenizer, dtype, device, max_model_len, name=config.model)
 

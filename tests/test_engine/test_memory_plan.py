@@ -7,13 +7,16 @@ from typing import Any
 import pytest
 import torch
 
+from configs.schema import Config, EngineConfig
 from kv_cache.layout import KVLayout
+from moe import LLM
+from moe.engine import engine
 from moe.engine.measure import decode_step, measure_memory, prefill_step
 from moe.engine.memory_plan import GIB, DeviceMemory, MemoryPlan, plan_memory
 from moe.engine.parts import kv_layout, resolve_device, resolve_dtype, resolve_max_model_len
 from moe.engine.sampler import Sampler
 from moe.model.config import RopeConfig
-from tests.test_engine.fake_network import FakeNetwork, fake_config
+from tests.test_engine.fake_network import FakeNetwork, fake_config, make_parts
 
 LAYOUT = KVLayout.gqa(32, 16, 8, 128, torch.bfloat16)  # 2 MiB a block
 
@@ -95,7 +98,7 @@ def test_the_measured_steps_are_the_largest() -> None:
 
 def test_weights_are_counted_from_the_targets() -> None:
     sizes = {"max_batched_tokens": 32, "max_num_seqs": 4, "max_model_len": 64}
-    measured = measure_memory(FakeNetwork(), Sampler(8), LAYOUT, torch.device("cpu"), **sizes)
+    measured = measure_memory(FakeNetwork(), Sampler(8), LAYOUT, torch.device("cpu"), cuda_graphs=True, **sizes)
     assert measured == DeviceMemory("cpu", None, 16, 0)
 
 
@@ -130,3 +133,27 @@ def test_dtypes_and_devices_by_name() -> None:
     with pytest.raises(ValueError, match=r"cache\.dtype='fp8' differs from the model's float32"):
         kv_layout(fake_config(), 16, torch.float32, "fp8")
     assert kv_layout(fake_config(), 16, torch.float32, "float32").layer_shape(3) == (3, 2, 16, 1, 1)
+
+
+@pytest.mark.parametrize("cuda_graphs", [True, False])
+def test_the_plan_counts_the_graphs_memory(monkeypatch: pytest.MonkeyPatch, cuda_graphs: bool) -> None:
+    """Graphs are captured after the cache has taken the rest of the card, so their memory must be known before."""
+    asked: list[bool] = []
+
+    def measured(*_: object, cuda_graphs: bool, **__: object) -> DeviceMemory:
+        asked.append(cuda_graphs)
+        return DeviceMemory("a card", 10 * 2**30, 2**30, 2**30)
+
+    monkeypatch.setattr(engine, "measure_memory", measured)
+    config = Config(engine=EngineConfig(cuda_graphs=cuda_graphs))
+    engine.plan_cache(config, make_parts(None), LAYOUT, Sampler(8))
+    assert asked == [cuda_graphs]
+
+
+@pytest.mark.gpu
+def test_graphs_take_the_largest_decode_step_once_more() -> None:
+    planned = []
+    for cuda_graphs in (False, True):
+        with LLM("demo", device="cuda", num_blocks=1000, cuda_graphs=cuda_graphs) as llm:
+            planned.append(llm.memory_plan.workspace_bytes)
+    assert planned[0] < planned[1]

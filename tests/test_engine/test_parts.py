@@ -60,3 +60,12 @@ def test_texts_of_single_tokens_are_decoded_once(no_weights: list[object], monke
     assert texts == [made.tokenizer.decode([token_id], skip_special_tokens=False) for token_id in ids] and all(texts)
     monkeypatch.setattr(made.tokenizer, "decode", None)
     assert [made.decode_one(token_id) for token_id in ids] == texts
+
+
+def test_a_long_load_says_how_far_it_is(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        quiet, talking = parts.LoadProgress(every_s=60.0), parts.LoadProgress(every_s=0.0)
+        quiet(1, 2)
+        assert not caplog.messages
+        talking(3 * 10**9, 60 * 10**9)
+    assert caplog.messages[0].startswith("read 3.0 of 60.0 GB of weights, ")

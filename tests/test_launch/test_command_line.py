@@ -241,3 +241,11 @@ def test_composing_leaves_folder_and_loggers_alone(tmp_path: Path, monkeypatch: 
     composed("sampling.n=2")
     assert list(tmp_path.iterdir()) == [] and Path.cwd() == tmp_path
     assert logging.getLogger().handlers == handlers
+
+
+def test_a_tilde_is_filled_in_for_the_jobs_files_and_left_in_a_template_text() -> None:
+    config = compose_config(parse(["--set", "job.report=~/r.json", "--set", "job.chat_template=~/t.jinja"]))
+    assert config.job.report == str(Path("~/r.json").expanduser())
+    assert config.job.chat_template == str(Path("~/t.jinja").expanduser())
+    text = "{{ messages[0].content }} ~"
+    assert compose_config(parse(["--set", f"job.chat_template={text}"])).job.chat_template == text
