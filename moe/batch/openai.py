@@ -193,7 +193,9 @@ def _text_choice(output: CompletionOutput) -> dict[str, Any]:
 
 def _token(value: Logprob) -> dict[str, Any]:
     text = value.decoded_token or ""
-    return {"token": text, "logprob": json_logprob(value.logprob), "bytes": list(text.encode("utf-8"))}
+    # A piece of a character decodes to U+FFFD, whose bytes are not the token's: OpenAI's null says that none are known.
+    encoded = None if "\ufffd" in text else list(text.encode("utf-8"))
+    return {"token": text, "logprob": json_logprob(value.logprob), "bytes": encoded}
 
 
 def _hash(number: int, custom_id: str) -> str:

@@ -240,6 +240,16 @@ def test_openai_chats_list_as_many_likely_tokens_as_asked(num_top: int) -> None:
     assert [each["token"] for each in position["top_logprobs"]] == ["B", "A"][:num_top]
 
 
+def test_openai_chats_claim_no_bytes_for_a_piece_of_a_character() -> None:
+    """It decodes to U+FFFD, whose own bytes would put another text together than the model's."""
+    entry = {65: Logprob(-0.25, 1, "\ufffd"), 66: Logprob(-0.5, 2, "é")}
+    answered = RequestOutput("r", "p", [1], [CompletionOutput(0, "A", [65], "stop", logprobs=[entry])], True)
+    body = openai_answer(chat_line(), answered, "job-model", 2)["response"]["body"]
+    (position,) = body["choices"][0]["logprobs"]["content"]
+    assert position["bytes"] is None
+    assert [each["bytes"] for each in position["top_logprobs"]] == [None, [195, 169]]
+
+
 def test_minus_infinity_is_a_number_that_json_has() -> None:
     entry = {65: Logprob(-0.25, 1, "A"), 66: Logprob(-math.inf, 2, "B")}
     outputs = [CompletionOutput(0, "A", [65], "stop", None, logprobs=[entry])]
