@@ -2,8 +2,8 @@
 
 Knows the pool, the network's interface and the sampler; knows nothing of queues, text or endings. The network's inputs
 go to the device in one copy, the sampler's parameters in a few more, and only where they changed; only ids (and
-log-probabilities, where asked) come back. What a kernel could only
-read out of bounds is asserted here, on the host, before anything is launched.
+log-probabilities, where asked) come back. What a kernel could only read out of bounds is asserted here, on the host,
+before anything is launched.
 
 Rows: one per decoding sequence, then the chunks. Logits come for the rows that need a token, then for prompt rows whose
 log-probabilities are wanted. A row that replays a known token needs neither (a CUDA graph computes the logits of every
