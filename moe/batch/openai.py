@@ -23,7 +23,7 @@ from moe.batch.protocol import (
     short,
     typed,
 )
-from moe.engine.request import CompletionOutput, Logprob, RequestOutput
+from moe.engine.request import CompletionOutput, Logprob, RequestOutput, TokenLogprobs
 
 CHAT_URL, COMPLETION_URL = "/v1/chat/completions", "/v1/completions"
 # Body fields that are sampling parameters of the same name.
@@ -183,12 +183,20 @@ def _text_choice(output: CompletionOutput) -> dict[str, Any]:
             "tokens": tokens,
             "token_logprobs": [json_logprob(value.logprob) for value in chosen],
             "top_logprobs": [
-                {value.decoded_token or "": json_logprob(value.logprob) for value in entry.values()}
-                for entry in output.logprobs
+                _by_text(entry, token_id) for token_id, entry in zip(output.token_ids, output.logprobs, strict=True)
             ],
             "text_offset": list(offsets)[: len(tokens)],
         }
     return {"index": output.index, "text": output.text, "logprobs": logprobs, "finish_reason": output.finish_reason}
+
+
+def _by_text(entry: TokenLogprobs, chosen: int) -> dict[str, float]:
+    """Tokens by text; of equal texts (pieces of characters) the chosen one counts, then the likeliest."""
+    ordered = sorted(entry, key=lambda token_id: (token_id != chosen, entry[token_id].rank))
+    by_text: dict[str, float] = {}
+    for value in map(entry.__getitem__, ordered):
+        by_text.setdefault(value.decoded_token or "", json_logprob(value.logprob))
+    return by_text
 
 
 def _token(value: Logprob) -> dict[str, Any]:

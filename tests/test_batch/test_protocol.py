@@ -250,6 +250,16 @@ def test_openai_chats_claim_no_bytes_for_a_piece_of_a_character() -> None:
     assert [each["bytes"] for each in position["top_logprobs"]] == [None, [195, 169]]
 
 
+def test_openai_completions_keep_the_chosen_token_among_equal_texts() -> None:
+    """Pieces of characters share one text, and the listing goes by texts: token_logprobs must not contradict it."""
+    entry = {65: Logprob(-0.5, 2, "\ufffd"), 66: Logprob(-0.25, 1, "\ufffd"), 67: Logprob(-2.0, 3, "\ufffd")}
+    answered = RequestOutput("r", "p", [1], [CompletionOutput(0, "A", [65], "stop", logprobs=[entry])], True)
+    logprobs = openai_answer(completion_line(prompt="x"), answered, "job-model", 2)["response"]["body"]["choices"][0][
+        "logprobs"
+    ]
+    assert logprobs["token_logprobs"] == [-0.5] and logprobs["top_logprobs"] == [{"\ufffd": -0.5}]
+
+
 def test_minus_infinity_is_a_number_that_json_has() -> None:
     entry = {65: Logprob(-0.25, 1, "A"), 66: Logprob(-math.inf, 2, "B")}
     outputs = [CompletionOutput(0, "A", [65], "stop", None, logprobs=[entry])]
