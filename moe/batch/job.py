@@ -28,6 +28,8 @@ from moe.engine.stats import EngineStats
 
 DEMO_PROMPTS = Path(__file__).resolve().parent.parent / "demo" / "prompts.jsonl"
 INVALID, FAILED = "invalid_line", "request_failed"
+# Of OpenAI records: clients send a line again after the second, not after the first.
+BAD_REQUEST, SERVER_FAULT = 400, 500
 
 
 class BatchTokenizer(Protocol):
@@ -135,8 +137,7 @@ def error_record(line: Line | BadLine, kind: str, message: str) -> dict[str, Any
     if record is None:
         return plain_error(None, line.number, kind, message)
     if is_openai(record):
-        status = 400 if kind == INVALID else 500
-        return openai_error(record.get("custom_id"), line.number, kind, message, status=status)
+        return openai_error(record.get("custom_id"), line.number, kind, message, status=BAD_REQUEST)
     return plain_error(plain_id(line.number, record), line.number, kind, message)
 
 
@@ -237,7 +238,8 @@ class Job:
             if line.form == "plain":
                 record = plain_error(line.id, line.number, FAILED, message)
             else:
-                record = openai_error(line.id, line.number, FAILED, message, status=500)
+                status = BAD_REQUEST if result.rejected else SERVER_FAULT
+                record = openai_error(line.id, line.number, FAILED, message, status=status)
             slot.failed = True
             self.lines_failed += 1
         elif line.form == "plain":

@@ -101,4 +101,6 @@ class Answer:
 def rejection(request: Request, prompt_ids: list[int], error: str) -> RequestOutput:
     """The answer to a request that cannot run: every sample ends with an error, at once."""
     outputs = [CompletionOutput(index, "", [], "error") for index in range(request.params.n)]
-    return RequestOutput(request.request_id, request.prompt, prompt_ids, outputs, finished=True, error=error)
+    return RequestOutput(
+        request.request_id, request.prompt, prompt_ids, outputs, finished=True, error=error, rejected=True
+    )

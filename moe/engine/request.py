@@ -136,7 +136,11 @@ class CompletionOutput:
 
 @dataclass(frozen=True)
 class RequestOutput:
-    """The answer to one request, so far or whole. `error` says why, where an output's finish_reason is "error"."""
+    """The answer to one request, so far or whole. `error` says why, where an output's finish_reason is "error".
+
+    `rejected`: it could never have run (too long, an id the model lacks), so nothing was computed and asking again is
+    of no use; False with an `error`: it failed on the way.
+    """
 
     request_id: str
     prompt: str | None
@@ -146,6 +150,7 @@ class RequestOutput:
     num_cached_tokens: int = 0
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     error: str | None = None
+    rejected: bool = False
 
 
 @dataclass(frozen=True)

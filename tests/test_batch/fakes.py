@@ -75,4 +75,5 @@ class FakeEngine:
             CompletionOutput(index, text, ids, reason, None, logprobs=logprobs) for index in range(request.params.n)
         ]
         self.stats.output_tokens += len(ids) * request.params.n
-        return RequestOutput(request.request_id, request.prompt, prompt_ids, outputs, True, 3, error=error)
+        rejected = error is not None
+        return RequestOutput(request.request_id, request.prompt, prompt_ids, outputs, True, 3, None, error, rejected)

@@ -122,16 +122,18 @@ def test_openai_lines_get_openai_records(tmp_path: Path) -> None:
     def line(custom_id: str, **body: Any) -> dict[str, Any]:
         return {"custom_id": custom_id, "method": "POST", "url": "/v1/completions", "body": body}
 
+    chat = line("f") | {"url": "/v1/chat/completions", "body": {"messages": [{"role": "system", "content": "x"}]}}
     bad = [line("b", prompt="x", stream=True), line("c", prompt="NaN!"), {"custom_id": "d", "body": {}}]
+    bad += [line("e", prompt="x" * 1001), chat]
     records, _, job, _ = run(tmp_path, jsonl(line("a", prompt="hi", n=2), *bad))
-    assert [record["custom_id"] for record in records] == ["a", "b", "c", "d"]
+    assert [record["custom_id"] for record in records] == ["a", "b", "c", "d", "e", "f"]
     assert all(set(record) == {"id", "custom_id", "response", "error"} for record in records)
     assert [choice["text"] for choice in records[0]["response"]["body"]["choices"]] == ["HI", "HI"]
-    assert [record["response"]["status_code"] for record in records] == [200, 400, 500, 400]
+    assert [record["response"]["status_code"] for record in records] == [200, 400, 500, 400, 400, 400]
     assert records[0]["error"] is None and records[1]["error"]["code"] == "invalid_line"
     assert "line 2: stream=true" in records[1]["error"]["message"]
     assert records[1]["response"]["body"]["error"]["message"] == records[1]["error"]["message"]
-    assert len({record["id"] for record in records}) == 4 and job.lines_failed == 3
+    assert len({record["id"] for record in records}) == 6 and job.lines_failed == 5
 
 
 def test_records_come_in_input_order_whatever_finishes_first(tmp_path: Path) -> None:

@@ -191,6 +191,7 @@ def test_c40_and_c23_the_length_limit(folder: Path, engines: Any) -> None:
     for length in (64, 65):
         error = outputs[str(length)].error
         assert error is not None and f"the prompt has {length} tokens, but engine.max_model_len=64" in error
+    assert [name for name, each in outputs.items() if each.rejected] == ["64", "65"]
     assert max(seen) == 62  # the 64th token is never fed back
     assert engine.stats.failed_requests == 2 and engine.stats.requests == 5
 
@@ -289,6 +290,7 @@ def test_c14_nan_in_a_prompt_row_alone_ends_the_request_that_asked_for_it(folder
     outputs = drain(engine)
     assert outputs["plain"].outputs[0].token_ids == expected_tokens(prompt_of(9), 4)
     error = outputs["asked"].error
+    assert not outputs["asked"].rejected, "it ran, and failed on the way"
     assert error is not None and "a prompt position hold NaN" in error and outputs["asked"].outputs[0].token_ids == []
 
 
