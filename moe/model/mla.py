@@ -14,7 +14,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.attention_prefill import attention_prefill, merge_attention
+from kernels.attention_merge import merge_attention
+from kernels.attention_prefill import attention_prefill
 from kernels.gather import gather_paged
 from kernels.kv_store import latent_store
 from kernels.linear import head_linear

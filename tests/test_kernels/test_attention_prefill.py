@@ -1,4 +1,4 @@
-"""Prefill attention and the merge of parts: against fp64 and the reference; the same bits however a prompt is cut."""
+"""Prefill attention, whole and in merged parts: against fp64 and the reference; the same bits however it is cut."""
 
 from __future__ import annotations
 
@@ -7,15 +7,12 @@ import random
 import pytest
 import torch
 
+from kernels.attention_merge import merge_attention, merge_attention_triton
 from kernels.attention_prefill import (
-    _merge_kernel,
     _prefill_kernel,
     attention_prefill,
     attention_prefill_reference,
     attention_prefill_triton,
-    merge_attention,
-    merge_attention_reference,
-    merge_attention_triton,
 )
 from tests.aot import ARCHS, aot, compile_ahead
 from tests.compare import assert_same_bits, max_rel
@@ -223,36 +220,6 @@ def test_C38_references_merge_empty_parts_as_nothing(workspace, chunk):
     check_C38(attention_prefill_reference, merge_attention, workspace, chunk, torch.float32, "cpu")
 
 
-def check_merge(merge, device):
-    out_a, out_b = draw(3, 2, 24, device=device), draw(3, 2, 24, device=device, seed=1)
-    lse_a, lse_b = draw(3, 2, device=device, seed=2), draw(3, 2, device=device, seed=3)
-    lse_b[0] = lse_a[1] = -torch.inf
-    lse_a[2, 1] = lse_b[2, 1] = -torch.inf
-    wanted = torch.where(lse_b[..., None] == -torch.inf, out_a, out_b)
-    wanted[2, 1] = 0
-    weight = (lse_a[2, 0] - torch.logaddexp(lse_a[2, 0], lse_b[2, 0])).exp()
-    wanted[2, 0] = weight * out_a[2, 0] + (1 - weight) * out_b[2, 0]
-    out_b[0] = out_a[1] = out_a[2, 1] = torch.nan
-    out_b[2, 1] = torch.inf
-    out, lse = merge(out_a, lse_a, out_b, lse_b)
-    # An empty part leaves the other one as it was, bit for bit.
-    assert_same_bits(out[:2], wanted[:2])
-    assert_same_bits(lse[:2], torch.maximum(lse_a, lse_b)[:2])
-    assert (out[2, 1] == 0).all() and lse[2, 1] == -torch.inf
-    assert max_rel(out[2, 0], wanted[2, 0]) < 1e-6
-    assert max_rel(lse[2, 0], torch.logaddexp(lse_a[2, 0], lse_b[2, 0])) < 1e-6
-    assert merge(out_a[:0], lse_a[:0], out_b[:0], lse_b[:0])[0].shape == (0, 2, 24)
-
-
-def test_merge_kernel(backend):
-    check_merge(merge_attention_triton, backend.device)
-
-
-@pytest.mark.parametrize("merge", [merge_attention, merge_attention_reference])
-def test_merge_reference(merge):
-    check_merge(merge, "cpu")
-
-
 @pytest.mark.parametrize("attend", [attention_prefill, attention_prefill_reference])
 def test_no_rows(attend):
     queries, cache = draw_case(16, 2, 1, 16, 8, [5, 3], torch.float32, "cpu")
@@ -300,12 +267,3 @@ def test_kernels_compile_ahead_of_time(arch, dtype, width):
     args = {**pointers, **indices, **numbers, **strides, **sizes, **blocks, "BLOCK_REST": 64 if width == 192 else 16}
     options = {"num_warps": 8 if block_m == 128 else 4, "num_stages": 1 if dtype == "fp32" else 2}
     compile_ahead(_prefill_kernel, arch, args, **options)
-
-
-@aot
-@pytest.mark.parametrize("arch", ARCHS)
-def test_merge_kernel_compiles_ahead_of_time(arch):
-    pointers = dict.fromkeys(("out_a_ptr", "lse_a_ptr", "out_b_ptr", "lse_b_ptr", "out_ptr", "lse_ptr"), "*fp32")
-    strides = ("at", "ah", "av", "lat", "lah", "bt", "bh", "bv", "lbt", "lbh")
-    args = {**pointers, "num_heads": "i32", **{f"stride_{name}": "i32" for name in strides}}
-    compile_ahead(_merge_kernel, arch, {**args, "VALUE_WIDTH": 128, "BLOCK_V": 128}, num_warps=1)
