@@ -79,6 +79,11 @@ class SamplingParams:
                 f"min_tokens={self.min_tokens} exceeds max_tokens={self.max_tokens}; lower one or raise the other."
             )
 
+    @property
+    def penalizes(self) -> bool:
+        """Whether any penalty moves logits, so that the tokens so far must be counted."""
+        return self.repetition_penalty not in (None, 1.0) or bool(self.presence_penalty or self.frequency_penalty)
+
     def check_vocab(self, vocab_size: int) -> None:
         """Raise ValueError where an id does not exist in the model's vocabulary."""
         for token_id in self.stop_token_ids:

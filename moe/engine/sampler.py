@@ -193,9 +193,9 @@ def _build_edits(rows: Sequence[SampleRow], device: torch.device) -> LogitEdits 
         if len(row.output_ids) < params.min_tokens:
             ending = set(params.stop_token_ids) | (set() if params.ignore_eos else set(row.eos_ids))
             masked += [(at, token_id) for token_id in sorted(ending)]
-        repetition = 1.0 if params.repetition_penalty is None else params.repetition_penalty
-        if repetition == 1.0 and params.presence_penalty == 0.0 and params.frequency_penalty == 0.0:
+        if not params.penalizes:
             continue
+        repetition = 1.0 if params.repetition_penalty is None else params.repetition_penalty
         counts = row.counts or TokenCounts(row.prompt_ids, row.output_ids)
         assert counts.num_output == len(row.output_ids), "token counts are behind the output"
         penalties.append(PenaltyRow(at, counts, repetition, params.presence_penalty, params.frequency_penalty))

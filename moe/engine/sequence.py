@@ -91,9 +91,7 @@ class Sequence:
 
     def token_counts(self) -> TokenCounts | None:
         """How often each token occurs, kept from step to step; None where no penalty asks for it."""
-        params = self.request.params
-        repetition = 1.0 if params.repetition_penalty is None else params.repetition_penalty
-        if repetition == 1.0 and params.presence_penalty == 0.0 and params.frequency_penalty == 0.0:
+        if not self.request.params.penalizes:
             return None
         if self.counts is None:
             self.counts = TokenCounts(self.prompt_ids)

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from kernels.routing import RoutingRule
 from moe.model.config import RopeConfig
-from moe.model.rope_table import yarn_mscale
+from moe.model.rope_table import attention_factor
 
 _REQUIRED = object()
 # Fields a nested text_config may leave to the outer config.
@@ -173,9 +173,7 @@ class ConfigFields:
         original = self.integer("original_max_position_embeddings", default=original)
         factor = scaling.number("factor", default=max_positions / original, positive=True)
         mscale, all_dim = scaling.number("mscale", default=0.0), scaling.number("mscale_all_dim", default=0.0)
-        both = mscale and all_dim
-        own_factor = yarn_mscale(factor, mscale) / yarn_mscale(factor, all_dim) if both else yarn_mscale(factor)
-        return RopeConfig(
+        rope = RopeConfig(
             theta=base,
             dim=dim,
             scaling="yarn",
@@ -185,10 +183,10 @@ class ConfigFields:
             beta_slow=scaling.number("beta_slow", default=1.0, positive=True),
             mscale=mscale or None,
             mscale_all_dim=all_dim or None,
-            attention_factor=scaling.number("attention_factor", default=own_factor),
             truncate=scaling.flag("truncate", default=True),
             interleaved=interleaved,
         )
+        return replace(rope, attention_factor=scaling.number("attention_factor", default=attention_factor(rope)))
 
     def _present(self, names: tuple[str, ...]) -> str:
         return next((name for name in names if name in self.values), names[0])
