@@ -1,0 +1,33 @@
+"""Programmatic dependent launch: a kernel is set up while the one before it ends. Knows launches; computes nothing.
+
+Between two small kernels a GPU idles for a microsecond or more, and a decode step has hundreds. With this attribute the
+next kernel's programs are placed as soon as every program of the last one runs, and wait on the device for its end.
+
+A kernel that takes part calls `wait_for_inputs(PDL)` before anything else, in every program, also those that have
+nothing to do: a kernel that ended without waiting would let its successor run before its predecessor has ended. Then
+every kernel sees what all kernels before it wrote, as without the attribute.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from kernels.tiles import device_generation
+
+
+@triton.jit
+def wait_for_inputs(PDL: tl.constexpr):
+    """Wait until the kernels before this one have ended and their writes are seen; let the next one be placed."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+
+
+def dependent_launch(x: Tensor) -> dict[str, Any]:
+    """The launch options of a kernel that calls `wait_for_inputs`: on from compute capability 9 (H100), else off."""
+    return {"PDL": True, "launch_pdl": True} if device_generation(x) >= 9 else {"PDL": False}
