@@ -17,7 +17,6 @@ from pathlib import Path
 
 import torch
 from rich.console import Console
-from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from launch.bench_engine import DECODE_PROMPT, RANDOM_TEMPERATURE, even_prompts
@@ -190,7 +189,7 @@ class Profiler:
         return [
             Span(event.name, event.time_range.start, event.time_range.end)
             for event in recording.events() or ()
-            if event.device_type == DeviceType.CUDA
+            if event.device_type.name == "CUDA"
         ]
 
 
