@@ -26,8 +26,8 @@ from kernels.checks import (
     next_power_of_2,
 )
 from kernels.dependent_launch import dependent_launch, wait_for_inputs
-from kernels.linear import tile_of_program
 from kernels.quantize import TINIEST, Quantized, fp8_group
+from kernels.row_tiles import most_row_tiles, slot_of_program, swiglu, tile_of_program, tiles_until_slot
 
 
 @dataclass(frozen=True)
@@ -54,21 +54,7 @@ class Fp8Tile:
 #   Rows from the slot's end on are not written; D and N are filled up with zeros.
 
 
-@triton.jit
-def _slot_tile(offsets_ptr, tile_m, num_slots, BLOCK_S: tl.constexpr, BLOCK_M: tl.constexpr):
-    """(slot, first row, end of the slot's rows) of a row tile, counted in slot order; slot num_slots: none."""
-    s = tl.arange(0, BLOCK_S)
-    starts = tl.load(offsets_ptr + s, mask=s < num_slots, other=0)
-    ends = tl.load(offsets_ptr + s + 1, mask=s < num_slots, other=0)
-    slot_tiles = tl.cdiv(ends - starts, BLOCK_M)
-    tiles_until = tl.cumsum(slot_tiles, axis=0)
-    slot = tl.sum((tiles_until <= tile_m).to(tl.int32), axis=0)
-    own = s == slot
-    first = tl.sum(tl.where(own, starts + (tile_m - tiles_until + slot_tiles) * BLOCK_M, 0), axis=0)
-    return slot, first, tl.sum(tl.where(own, ends, 0), axis=0)
-
-
-@triton.jit(do_not_specialize=["tiles_m"])
+@triton.jit(do_not_specialize=["num_slots"])
 def _few_rows_kernel(
     x_ptr,
     x_scale_ptr,
@@ -80,7 +66,6 @@ def _few_rows_kernel(
     num_columns,
     width,
     num_slots,
-    tiles_m,
     PARTS: tl.constexpr,
     W_DESC: tl.constexpr,
     EVEN_K: tl.constexpr,
@@ -92,10 +77,13 @@ def _few_rows_kernel(
 ):
     wait_for_inputs(PDL)
     tiles_n = tl.cdiv(num_columns, BLOCK_N)
-    tile_m, tile_n = tile_of_program(tl.program_id(0), tiles_m, tiles_n, GROUP_M)  # pyright: ignore
-    slot, first_row, end = _slot_tile(offsets_ptr, tile_m, num_slots, BLOCK_S, BLOCK_M)  # pyright: ignore
+    tiles_until = tiles_until_slot(offsets_ptr, num_slots, tiles_n, BLOCK_S, BLOCK_M)
+    slot, tile = slot_of_program(tiles_until, tl.program_id(0))
     if slot >= num_slots:
         return
+    start, end = tl.load(offsets_ptr + slot), tl.load(offsets_ptr + slot + 1)
+    tile_m, tile_n = tile_of_program(tile, tl.cdiv(end - start, BLOCK_M), tiles_n, GROUP_M)  # pyright: ignore
+    first_row = start + tile_m * BLOCK_M
     num_groups = tl.cdiv(width, 128)
     row = first_row + tl.arange(0, BLOCK_M)
     in_m = row < end
@@ -138,13 +126,13 @@ def _few_rows_kernel(
         acc = tl.fma(product, tl.broadcast_to(scale, acc.shape), acc)
     if PARTS == 2:
         gate, up = acc.reshape(2, BLOCK_N, BLOCK_M).permute(1, 2, 0).split()
-        acc = tl.div_rn(gate, 1.0 + tl.exp(-gate)) * up
+        acc = swiglu(gate, up)
     n_out = first_n + tl.arange(0, BLOCK_N)
     y_ptrs = y_ptr + row.to(tl.int64)[None, :] * num_columns + n_out[:, None]
     tl.store(y_ptrs, acc.to(y_ptr.dtype.element_ty), mask=in_m[None, :] & (n_out < num_columns)[:, None])
 
 
-@triton.jit(do_not_specialize=["tiles_m", "stride_xsg"])
+@triton.jit(do_not_specialize=["num_slots", "stride_xsg"])
 def _many_rows_kernel(
     x_desc,
     x_scale_ptr,
@@ -156,7 +144,6 @@ def _many_rows_kernel(
     num_columns,
     width,
     num_slots,
-    tiles_m,
     stride_xsx,
     stride_xsg,
     SWIGLU: tl.constexpr,
@@ -173,10 +160,13 @@ def _many_rows_kernel(
     PARTS: tl.constexpr = 2 if SWIGLU else 1
     WIDTH: tl.constexpr = BLOCK_N if DUAL else PARTS * BLOCK_N
     tiles_n = tl.cdiv(num_columns, COLUMNS)
-    tile_m, tile_n = tile_of_program(tl.program_id(0), tiles_m, tiles_n, GROUP_M)  # pyright: ignore
-    slot, first_row, end = _slot_tile(offsets_ptr, tile_m, num_slots, BLOCK_S, BLOCK_M)  # pyright: ignore
+    tiles_until = tiles_until_slot(offsets_ptr, num_slots, tiles_n, BLOCK_S, BLOCK_M)
+    slot, tile = slot_of_program(tiles_until, tl.program_id(0))
     if slot >= num_slots:
         return
+    start, end = tl.load(offsets_ptr + slot), tl.load(offsets_ptr + slot + 1)
+    tile_m, tile_n = tile_of_program(tile, tl.cdiv(end - start, BLOCK_M), tiles_n, GROUP_M)  # pyright: ignore
+    first_row = start + tile_m * BLOCK_M
     num_groups = tl.cdiv(width, 128)
     block_rows = tl.cdiv(num_columns, 128)
     row = first_row + tl.arange(0, BLOCK_M)
@@ -224,7 +214,7 @@ def _many_rows_kernel(
             gate, up = acc, other
         else:
             gate, up = acc.reshape(BLOCK_M, 2, BLOCK_N).permute(0, 2, 1).split()
-        acc = tl.div_rn(gate, 1.0 + tl.exp(-gate)) * up
+        acc = swiglu(gate, up)
     n = tl.arange(0, BLOCK_N)
     y_row_ptr = y_ptr + row.to(tl.int64)[:, None] * num_columns
     mask = in_m[:, None] & (first_n + n < num_columns)[None, :]
@@ -253,8 +243,7 @@ def launch(
         return
     num_rows, num_columns = y_RN.shape
     num_slots, parts, _, width = w_SPND.shape
-    # Each slot's last row tile may be part full; no tile is empty.
-    tiles_m = min(num_rows, (num_rows + num_slots * (tile.block_m - 1)) // tile.block_m)
+    tiles_m = most_row_tiles(num_rows, num_slots, tile.block_m)
     options = {
         "BLOCK_S": next_power_of_2(num_slots),
         "BLOCK_M": tile.block_m,
@@ -278,7 +267,6 @@ def launch(
             num_columns,
             width,
             num_slots,
-            tiles_m,
             PARTS=parts,
             W_DESC=tile.w_desc,
             EVEN_K=width % 128 == 0,
@@ -297,7 +285,6 @@ def launch(
         num_columns,
         width,
         num_slots,
-        tiles_m,
         x.scales_XG.stride(0),
         x.scales_XG.stride(1),
         SWIGLU=parts == 2,
