@@ -10,14 +10,14 @@ every kernel sees what all kernels before it wrote, as without the attribute.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
-
-from kernels.tiles import device_generation
 
 
 @triton.jit
@@ -30,4 +30,11 @@ def wait_for_inputs(PDL: tl.constexpr):
 
 def dependent_launch(x: Tensor) -> dict[str, Any]:
     """The launch options of a kernel that calls `wait_for_inputs`: on from compute capability 9 (H100), else off."""
-    return {"PDL": True, "launch_pdl": True} if device_generation(x) >= 9 else {"PDL": False}
+    return _options(x.device)
+
+
+@cache
+def _options(device: torch.device) -> dict[str, Any]:
+    # Asked at every launch, and the driver's answer costs about as much as the launch.
+    on = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
+    return {"PDL": True, "launch_pdl": True} if on else {"PDL": False}

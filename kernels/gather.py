@@ -19,6 +19,7 @@ from kernels.checks import (
     next_power_of_2,
     uses_triton,
 )
+from kernels.dependent_launch import dependent_launch, wait_for_inputs
 
 
 def gather_paged(
@@ -57,7 +58,8 @@ def _check_operands(cache_NPX: Tensor, block_tables_BM: Tensor, token_starts_B: 
 #   sequence are written as zeros; columns from X on are masked: the block is a power of two.
 
 
-@triton.jit
+# Sizes of the batch are not specialised on: a kernel compiled in the middle of a run would stall it.
+@triton.jit(do_not_specialize=["num_sequences", "stride_tb"])
 def _gather_kernel(
     cache_ptr,
     tables_ptr,
@@ -72,7 +74,9 @@ def _gather_kernel(
     WIDTH: tl.constexpr,
     BLOCK_X: tl.constexpr,
     BLOCK_B: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    wait_for_inputs(PDL)
     row = tl.program_id(0)
     sequence = tl.full((), 0, tl.int32)
     for start in range(0, num_sequences, BLOCK_B):
@@ -111,7 +115,8 @@ def gather_paged_triton(
         block_tables_BM.stride(0),
         WIDTH=width,
         BLOCK_X=next_power_of_2(width),
-        BLOCK_B=max(16, min(256, next_power_of_2(num_sequences))),
+        BLOCK_B=64,
+        **dependent_launch(cache_NPX),
     )
     return rows_RX
 

@@ -20,6 +20,7 @@ from kernels.checks import (
     next_power_of_2,
     uses_triton,
 )
+from kernels.dependent_launch import dependent_launch, wait_for_inputs
 
 _MAX_BLOCK = 2048  # entries of a row that one program moves at once
 
@@ -92,7 +93,9 @@ def _kv_store_kernel(
     NUM_HEADS: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    wait_for_inputs(PDL)
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + token)
     page, offset = slot // page_size, slot % page_size
@@ -130,6 +133,7 @@ def kv_store_triton(
         NUM_HEADS=num_heads,
         WIDTH=width,
         BLOCK=min(_MAX_BLOCK, next_power_of_2(num_heads * width)),
+        **dependent_launch(k_TGC),
     )
 
 
@@ -152,7 +156,9 @@ def _latent_store_kernel(
     LATENT: tl.constexpr,
     ROPE: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    wait_for_inputs(PDL)
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + token)
     entry = tl.arange(0, BLOCK)
@@ -181,6 +187,7 @@ def latent_store_triton(latent_TL: Tensor, k_pe_TR: Tensor, cache_NPX: Tensor, s
         LATENT=latent,
         ROPE=k_pe_TR.shape[1],
         BLOCK=next_power_of_2(cache_NPX.shape[2]),
+        **dependent_launch(latent_TL),
     )
 
 

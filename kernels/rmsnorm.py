@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.checks import assert_last_contiguous, assert_same_device, assert_shape, cdiv, next_power_of_2, uses_triton
+from kernels.dependent_launch import dependent_launch, wait_for_inputs
 
 
 def rmsnorm(x_C: Tensor, weight_C: Tensor, eps: float) -> Tensor:
@@ -32,6 +33,28 @@ def rmsnorm_residual(x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: f
     """
     run = rmsnorm_residual_triton if uses_triton(x_TD) else rmsnorm_residual_reference
     return run(x_TD, residual_TD, weight_D, eps)
+
+
+@triton.jit
+def rms_scale(x, num_columns, eps):
+    """1 / sqrt(mean of x^2 + eps) of each row, fp32 [rows, 1]. Columns beyond the row must hold zero."""
+    wide = x.to(tl.float32)
+    mean = tl.sum(wide * wide, axis=1)[:, None] / num_columns
+    return tl.div_rn(1.0, tl.sqrt_rn(mean + eps))
+
+
+@triton.jit
+def rms_apply(x, scale, weight):
+    """weight * cast(x * scale), in x's dtype."""
+    normalised = (x.to(tl.float32) * scale).to(x.dtype).to(tl.float32)
+    return (normalised * weight.to(tl.float32)).to(x.dtype)
+
+
+def norm_tile(num_columns: int) -> tuple[int, int, int]:
+    """(rows, columns, warps) of the tile whose rows are summed at once. It follows from C alone, and every kernel that
+    normalises takes it: the order of a row's sum, and so its bits, depend on the tile."""
+    block_c = next_power_of_2(num_columns)
+    return max(1, min(8, 1024 // block_c)), block_c, 8 if block_c > 2048 else 4
 
 
 # y[r, c] = weight[c] * cast(x[r, c] / sqrt(mean over c of x[r]^2 + eps)), x[r] being cast(x[r] + residual[r]) if given
@@ -57,7 +80,9 @@ def _rmsnorm_kernel(
     eps,
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    wait_for_inputs(PDL)
     row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)[:, None]
     c = tl.arange(0, BLOCK_C)[None, :]
     used = (row < num_rows) & (c < num_columns)
@@ -67,12 +92,9 @@ def _rmsnorm_kernel(
         residual = tl.load(residual_ptr + row * stride_residual + c, mask=used, other=0.0)
         x = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
         tl.store(sum_ptr + row * num_columns + c, x, mask=used)
-    wide = x.to(tl.float32)
-    mean = tl.sum(wide * wide, axis=1)[:, None] / num_columns
-    scale = tl.div_rn(1.0, tl.sqrt_rn(mean + eps))
-    normalised = (wide * scale).to(x.dtype).to(tl.float32)
-    weight = tl.load(weight_ptr + c, mask=c < num_columns, other=0.0).to(tl.float32)
-    tl.store(y_ptr + row * num_columns + c, (normalised * weight).to(x.dtype), mask=used)
+    weight = tl.load(weight_ptr + c, mask=c < num_columns, other=0.0)
+    y = rms_apply(x, rms_scale(x, num_columns, eps), weight)
+    tl.store(y_ptr + row * num_columns + c, y, mask=used)
 
 
 def rmsnorm_triton(x_C: Tensor, weight_C: Tensor, eps: float) -> Tensor:
@@ -105,8 +127,7 @@ def _launch(
     num_rows = num_outer * num_inner
     if x_ABC.numel() == 0:
         return
-    block_c = next_power_of_2(num_columns)
-    block_r = max(1, min(8, 1024 // block_c))
+    block_r, block_c, num_warps = norm_tile(num_columns)
     _rmsnorm_kernel[(cdiv(num_rows, block_r),)](
         x_ABC,
         residual_TD,
@@ -122,7 +143,8 @@ def _launch(
         eps,
         BLOCK_R=block_r,
         BLOCK_C=block_c,
-        num_warps=8 if block_c > 2048 else 4,
+        num_warps=num_warps,
+        **dependent_launch(x_ABC),
     )
 
 

@@ -25,6 +25,7 @@ from kernels.checks import (
     next_power_of_2,
     uses_triton,
 )
+from kernels.dependent_launch import dependent_launch, wait_for_inputs
 
 
 def rope_(x_THC: Tensor, positions_T: Tensor, cos_sin_PR: Tensor, *, interleaved: bool) -> None:
@@ -35,6 +36,13 @@ def rope_(x_THC: Tensor, positions_T: Tensor, cos_sin_PR: Tensor, *, interleaved
     """
     run = rope_triton_ if uses_triton(x_THC) else rope_reference_
     run(x_THC, positions_T, cos_sin_PR, interleaved=interleaved)
+
+
+@triton.jit
+def rotate(first, second, cos, sin):
+    """Both entries of each pair after the turn, in their dtype."""
+    a, b = first.to(tl.float32), second.to(tl.float32)
+    return (a * cos - b * sin).to(first.dtype), (b * cos + a * sin).to(first.dtype)
 
 
 # (a, b) = (a cos - b sin, b cos + a sin) for pair i of each head, a and b R/2 apart or side by side
@@ -55,7 +63,9 @@ def _rope_kernel(
     INTERLEAVED: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_P: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    wait_for_inputs(PDL)
     token = tl.program_id(0).to(tl.int64)
     head = (tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H))[:, None]
     pair = tl.arange(0, BLOCK_P)[None, :]
@@ -66,11 +76,11 @@ def _rope_kernel(
     second_ptr = first_ptr + (1 if INTERLEAVED else half)
     used = (head < num_heads) & (pair < half)
     first, second = tl.load(first_ptr, mask=used, other=0.0), tl.load(second_ptr, mask=used, other=0.0)
-    a, b = first.to(tl.float32), second.to(tl.float32)
+    a, b = rotate(first, second, cos, sin)
     # A small tile is held by several threads at once: all must have read before one writes.
     tl.debug_barrier()
-    tl.store(first_ptr, (a * cos - b * sin).to(first.dtype), mask=used)
-    tl.store(second_ptr, (b * cos + a * sin).to(first.dtype), mask=used)
+    tl.store(first_ptr, a, mask=used)
+    tl.store(second_ptr, b, mask=used)
 
 
 def rope_triton_(x_THC: Tensor, positions_T: Tensor, cos_sin_PR: Tensor, *, interleaved: bool) -> None:
@@ -94,6 +104,7 @@ def rope_triton_(x_THC: Tensor, positions_T: Tensor, cos_sin_PR: Tensor, *, inte
         BLOCK_H=block_h,
         BLOCK_P=block_p,
         num_warps=4,
+        **dependent_launch(x_THC),
     )
 
 

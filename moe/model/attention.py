@@ -11,9 +11,7 @@ from torch import Tensor
 
 from kernels.attention_decode import attention_decode
 from kernels.attention_prefill import attention_prefill
-from kernels.kv_store import kv_store
-from kernels.rmsnorm import rmsnorm
-from kernels.rope import rope_
+from kernels.qk_rope_store import HeadNorms, Rope, qk_rope_store
 from moe.model.config import GQAConfig, ModelConfig
 from moe.model.linear import Parameters
 from moe.model.step_plan import StepPlan
@@ -28,25 +26,22 @@ class GQAttention:
         self.heads = config.attention
         self.window = config.sliding_windows[index]
         self.scale = config.softmax_scale
-        self.norm_eps = config.norm_eps
         self.interleaved = config.rope.interleaved
         self.cos_sin_PR = cos_sin_PR
         self.qkv = parameters.linear(f"{name}.qkv")
         self.o = parameters.linear(f"{name}.o")
-        self.q_norm_C = parameters.get(f"{name}.q_norm.weight")
-        self.k_norm_C = parameters.get(f"{name}.k_norm.weight")
+        q_norm_C, k_norm_C = (parameters.get(f"{name}.{which}_norm.weight") for which in "qk")
+        self.norms: HeadNorms | None = None
+        if q_norm_C is not None and k_norm_C is not None:
+            self.norms = HeadNorms(q_norm_C, k_norm_C, config.norm_eps)
 
     def __call__(self, x_TD: Tensor, plan: StepPlan, cache_N2PGC: Tensor) -> Tensor:
         step = plan.step
         H, G, C = self.heads.num_heads, self.heads.num_kv_heads, self.heads.head_dim
         q_THC, k_TGC, v_TGC = self.qkv(x_TD).view(-1, H + 2 * G, C).split((H, G, G), dim=1)
-        if self.q_norm_C is not None and self.k_norm_C is not None:
-            q_THC = rmsnorm(q_THC, self.q_norm_C, self.norm_eps)
-            k_TGC = rmsnorm(k_TGC, self.k_norm_C, self.norm_eps)
-        rope_(q_THC, step.positions_T, self.cos_sin_PR, interleaved=self.interleaved)
-        rope_(k_TGC, step.positions_T, self.cos_sin_PR, interleaved=self.interleaved)
         k_cache_NPGC, v_cache_NPGC = cache_N2PGC[:, 0], cache_N2PGC[:, 1]
-        kv_store(k_TGC, v_TGC, k_cache_NPGC, v_cache_NPGC, step.slot_mapping_T)
+        rope = Rope(step.positions_T, self.cos_sin_PR, self.interleaved)
+        q_THC = qk_rope_store(q_THC, k_TGC, v_TGC, self.norms, rope, k_cache_NPGC, v_cache_NPGC, step.slot_mapping_T)
 
         parts: list[Tensor] = []
         if step.decode is not None:

@@ -17,11 +17,11 @@ from torch import Tensor
 from kernels.attention_merge import merge_attention
 from kernels.attention_prefill import attention_prefill
 from kernels.gather import gather_paged
-from kernels.kv_store import latent_store
+from kernels.latent_rope_store import latent_rope_store
 from kernels.linear import head_linear
 from kernels.mla_decode import mla_decode
+from kernels.qk_rope_store import Rope
 from kernels.rmsnorm import rmsnorm
-from kernels.rope import rope_
 from moe.model.config import MLAConfig, ModelConfig
 from moe.model.linear import Parameters
 from moe.model.step_input import DecodeBatch
@@ -73,13 +73,11 @@ class MLAttention:
     def __call__(self, x_TD: Tensor, plan: StepPlan, cache_NPX: Tensor) -> Tensor:
         step, dims = plan.step, self.dims
         q_THC = self._queries(x_TD)
-        kv_TX = self.kv_a(x_TD)
-        latent_TL = rmsnorm(kv_TX[:, : dims.kv_lora_rank], self.kv_a_norm_L, LATENT_NORM_EPS)
-        k_pe_TR = kv_TX[:, dims.kv_lora_rank :]
         q_pe_THR = q_THC[..., dims.qk_nope_head_dim :]
-        rope_(q_pe_THR, step.positions_T, self.cos_sin_PR, interleaved=self.interleaved)
-        rope_(k_pe_TR[:, None], step.positions_T, self.cos_sin_PR, interleaved=self.interleaved)
-        latent_store(latent_TL, k_pe_TR, cache_NPX, step.slot_mapping_T)
+        rope = Rope(step.positions_T, self.cos_sin_PR, self.interleaved)
+        latent_rope_store(
+            q_pe_THR, self.kv_a(x_TD), self.kv_a_norm_L, LATENT_NORM_EPS, rope, cache_NPX, step.slot_mapping_T
+        )
 
         out_THV = x_TD.new_empty(x_TD.shape[0], dims.num_heads, dims.v_head_dim)
         if step.decode is not None:

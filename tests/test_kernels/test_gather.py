@@ -66,5 +66,5 @@ def test_kernel_compiles_ahead_of_time(arch, aligned):
     pointers = {"cache_ptr": "*bf16", "rows_ptr": "*bf16"}
     indices = dict.fromkeys(("tables_ptr", "token_starts_ptr", "row_starts_ptr"), "*i32")
     numbers = dict.fromkeys(("num_sequences", "page_size", "stride_cn", "stride_cp", "stride_tb"), "i32")
-    args = {**pointers, **indices, **numbers, "WIDTH": 576, "BLOCK_X": 1024, "BLOCK_B": 64}
+    args = {**pointers, **indices, **numbers, "WIDTH": 576, "BLOCK_X": 1024, "BLOCK_B": 64, "PDL": arch >= 90}
     compile_ahead(_gather_kernel, arch, args, aligned=aligned)

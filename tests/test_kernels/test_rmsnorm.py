@@ -100,7 +100,7 @@ def test_bits_do_not_depend_on_the_rows_beside(device, width, dtype):
 @pytest.mark.parametrize("arch", ARCHS)
 def test_compiles(arch):
     args: dict[str, object] = {"x_ptr": "*bf16", "weight_ptr": "*bf16", "y_ptr": "*bf16", "sum_ptr": "*bf16"}
-    args |= {"num_rows": "i32", "num_columns": "i32", "stride_outer": "i32", "eps": "fp32"}
+    args |= {"num_rows": "i32", "num_columns": "i32", "stride_outer": "i32", "eps": "fp32", "PDL": arch >= 90}
     plain_args = {"residual_ptr": None, "num_inner": "i32", "stride_inner": "i32", "stride_residual": "i32"}
     fused_args = {"residual_ptr": "*bf16", "num_inner": 1, "stride_inner": "i32", "stride_residual": "i32"}
     assert compile_ahead(_rmsnorm_kernel, arch, args | plain_args | {"BLOCK_R": 8, "BLOCK_C": 128})

@@ -98,6 +98,6 @@ def test_bits_do_not_depend_on_the_tokens_beside(device, interleaved):
 @pytest.mark.parametrize("arch", ARCHS)
 def test_compiles(arch, interleaved):
     args: dict[str, object] = {"x_ptr": "*bf16", "positions_ptr": "*i64", "table_ptr": "*fp32", "stride_t": "i32"}
-    args |= {"half": "i32", "INTERLEAVED": interleaved, "BLOCK_P": 64}
+    args |= {"half": "i32", "INTERLEAVED": interleaved, "BLOCK_P": 64, "PDL": arch >= 90}
     assert compile_ahead(_rope_kernel, arch, args | {"num_heads": "i32", "stride_h": "i32", "BLOCK_H": 16})
     assert compile_ahead(_rope_kernel, arch, args | {"num_heads": 1, "stride_h": "i32", "BLOCK_H": 1}, aligned=False)

@@ -1,0 +1,191 @@
+"""What the latents of a step (multi-head latent attention) go through before attention, in one launch.
+
+    c = norm(c); k_pe, q_pe = rotate(k_pe), rotate(q_pe); (c, k_pe) goes to the paged cache
+
+Knows latents, positions and slots; knows nothing of layers. It is defined by the kernels it stands for (rmsnorm.py,
+rope.py, kv_store.py): same operations, same roundings to the model dtype between them, same tiles, so the same bits.
+"""
+
+# Launch options such as num_warps are no parameters of a kernel.
+# pyright: reportCallIssue=false
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.checks import cdiv, next_power_of_2, uses_triton
+from kernels.dependent_launch import dependent_launch, wait_for_inputs
+from kernels.kv_store import latent_store_reference
+from kernels.qk_rope_store import Rope, angles_of, check_rope, pair_columns
+from kernels.rmsnorm import norm_tile, rms_apply, rms_scale, rmsnorm_reference
+from kernels.rope import rope_reference_, rotate
+
+
+def latent_rope_store(
+    q_pe_THR: Tensor,
+    kv_TX: Tensor,
+    norm_L: Tensor,
+    eps: float,
+    rope: Rope,
+    cache_NPX: Tensor,
+    slot_mapping_T: Tensor,
+) -> None:
+    """Rotates q_pe in place; row t of kv, X = L + R, goes to its slot: L entries normalised, R rotated.
+
+    q_pe may be a strided view; kv is not changed. A slot of -1 writes nothing. `latent_rope_store_reference` is the
+    definition.
+    """
+    run = latent_rope_store_triton if uses_triton(kv_TX) else latent_rope_store_reference
+    run(q_pe_THR, kv_TX, norm_L, eps, rope, cache_NPX, slot_mapping_T)
+
+
+# cache[slot // P, slot % P] = (norm(kv[t, :L]), turn(kv[t, L:])); q_pe[t, h] = turn(q_pe[t, h]) in place
+#   q_pe_ptr [T, H, R], T and H strided; kv_ptr [T, L + R], rows strided; weight_ptr [L]; cache_ptr [N, P, L + R]; one
+#   dtype; positions_ptr, slots_ptr int64 [T]; table_ptr fp32 [P, 2 * HALF], R = 2 * HALF
+#   grid (cdiv(T, BLOCK_R) + T * cdiv(H, BLOCK_H),): first programs of BLOCK_R latents each, then programs of BLOCK_H
+#   query heads of one token. fp32 statistics and rotation, one cast each. What lies beyond the last is masked.
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _latent_rope_store_kernel(
+    q_pe_ptr,
+    kv_ptr,
+    weight_ptr,
+    cache_ptr,
+    positions_ptr,
+    slots_ptr,
+    table_ptr,
+    eps,
+    num_tokens,
+    num_heads,
+    page_size,
+    stride_qt,
+    stride_qh,
+    stride_kt,
+    stride_cn,
+    stride_cp,
+    LATENT: tl.constexpr,
+    HALF: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_L: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    wait_for_inputs(PDL)
+    latent_programs = tl.cdiv(num_tokens, BLOCK_R)
+    first_column, second_column = pair_columns(HALF, INTERLEAVED, BLOCK_P)
+    in_pairs = tl.arange(0, BLOCK_P)[None, :] < HALF
+    if tl.program_id(0) < latent_programs:
+        row = (tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R))[:, None]
+        in_batch = row < num_tokens
+        slot = tl.load(slots_ptr + row, mask=in_batch, other=-1)
+        row_ptr = kv_ptr + row * stride_kt
+        place_ptr = cache_ptr + (slot // page_size) * stride_cn + (slot % page_size) * stride_cp
+        column = tl.arange(0, BLOCK_L)[None, :]
+        in_latent = column < LATENT
+        x = tl.load(row_ptr + column, mask=in_batch & in_latent, other=0.0)
+        latent = rms_apply(x, rms_scale(x, LATENT, eps), tl.load(weight_ptr + column, mask=in_latent, other=0.0))
+        k_first = tl.load(row_ptr + LATENT + first_column, mask=in_batch & in_pairs, other=0.0)
+        k_second = tl.load(row_ptr + LATENT + second_column, mask=in_batch & in_pairs, other=0.0)
+        cos, sin = angles_of(table_ptr, tl.load(positions_ptr + row, mask=in_batch, other=0), HALF, BLOCK_P)
+        k_first, k_second = rotate(k_first, k_second, cos, sin)
+        # Both parts of the row are in registers before either is stored: a cache of another dtype takes scales here.
+        tl.store(place_ptr + column, latent, mask=(slot >= 0) & in_latent)
+        tl.store(place_ptr + LATENT + first_column, k_first, mask=(slot >= 0) & in_pairs)
+        tl.store(place_ptr + LATENT + second_column, k_second, mask=(slot >= 0) & in_pairs)
+    else:
+        head_blocks = tl.cdiv(num_heads, BLOCK_H)
+        program = tl.program_id(0) - latent_programs
+        token = (program // head_blocks).to(tl.int64)
+        head = ((program % head_blocks) * BLOCK_H + tl.arange(0, BLOCK_H))[:, None]
+        used = (head < num_heads) & in_pairs
+        head_ptr = q_pe_ptr + token * stride_qt + head.to(tl.int64) * stride_qh
+        first = tl.load(head_ptr + first_column, mask=used, other=0.0)
+        second = tl.load(head_ptr + second_column, mask=used, other=0.0)
+        head_cos, head_sin = angles_of(table_ptr, tl.load(positions_ptr + token), HALF, BLOCK_P)
+        first, second = rotate(first, second, head_cos, head_sin)
+        # A small tile is held by several threads at once: all must have read before one writes.
+        tl.debug_barrier()
+        tl.store(head_ptr + first_column, first, mask=used)
+        tl.store(head_ptr + second_column, second, mask=used)
+
+
+def latent_rope_store_triton(
+    q_pe_THR: Tensor,
+    kv_TX: Tensor,
+    norm_L: Tensor,
+    eps: float,
+    rope: Rope,
+    cache_NPX: Tensor,
+    slot_mapping_T: Tensor,
+) -> None:
+    """`latent_rope_store` as one launch."""
+    _check_latents(q_pe_THR, kv_TX, norm_L, rope, cache_NPX, slot_mapping_T)
+    num_tokens, num_heads, rotated = q_pe_THR.shape
+    if num_tokens == 0:
+        return
+    block_r, block_l, num_warps = norm_tile(norm_L.shape[0])
+    block_p = next_power_of_2(rotated // 2)
+    block_h = min(next_power_of_2(num_heads), max(1, 1024 // block_p))
+    _latent_rope_store_kernel[(cdiv(num_tokens, block_r) + num_tokens * cdiv(num_heads, block_h),)](
+        q_pe_THR,
+        kv_TX,
+        norm_L,
+        cache_NPX,
+        rope.positions_T,
+        slot_mapping_T,
+        rope.cos_sin_PR,
+        eps,
+        num_tokens,
+        num_heads,
+        cache_NPX.shape[1],
+        *q_pe_THR.stride()[:2],
+        kv_TX.stride(0),
+        *cache_NPX.stride()[:2],
+        LATENT=norm_L.shape[0],
+        HALF=rotated // 2,
+        INTERLEAVED=rope.interleaved,
+        BLOCK_R=block_r,
+        BLOCK_L=block_l,
+        BLOCK_H=block_h,
+        BLOCK_P=block_p,
+        num_warps=num_warps,
+        **dependent_launch(kv_TX),
+    )
+
+
+def _check_latents(
+    q_pe_THR: Tensor, kv_TX: Tensor, norm_L: Tensor, rope: Rope, cache_NPX: Tensor, slot_mapping_T: Tensor
+) -> None:
+    num_tokens, _, rotated = q_pe_THR.shape
+    width = norm_L.shape[0] + rotated
+    shapes = (kv_TX.shape, cache_NPX.shape[2])
+    assert shapes == ((num_tokens, width), width), f"kv rows and cache rows {shapes} are not L + R = {width} wide"
+    last = (q_pe_THR.stride(-1), kv_TX.stride(-1), cache_NPX.stride(-1))
+    assert last == (1, 1, 1) or num_tokens == 0, f"a row must lie together in memory; strides {last}"
+    dtypes = {x.dtype for x in (q_pe_THR, kv_TX, norm_L, cache_NPX)}
+    assert len(dtypes) == 1, f"queries, latents, norm and cache share one dtype, not {dtypes}"
+    assert rope.cos_sin_PR.shape[1] == rotated, f"the table turns {rope.cos_sin_PR.shape[1]} entries, not {rotated}"
+    check_rope(rope, num_tokens, rotated, slot_mapping_T)
+
+
+def latent_rope_store_reference(
+    q_pe_THR: Tensor,
+    kv_TX: Tensor,
+    norm_L: Tensor,
+    eps: float,
+    rope: Rope,
+    cache_NPX: Tensor,
+    slot_mapping_T: Tensor,
+) -> None:
+    """The definition, and the CPU's product path: the references of norm, rotation and store, one after another."""
+    _check_latents(q_pe_THR, kv_TX, norm_L, rope, cache_NPX, slot_mapping_T)
+    latent = norm_L.shape[0]
+    latent_TL, k_pe_TR = rmsnorm_reference(kv_TX[:, :latent], norm_L, eps), kv_TX[:, latent:].clone()
+    for x_THR in (q_pe_THR, k_pe_TR[:, None]):
+        rope_reference_(x_THR, rope.positions_T, rope.cos_sin_PR, interleaved=rope.interleaved)
+    latent_store_reference(latent_TL, k_pe_TR, cache_NPX, slot_mapping_T)

@@ -1,0 +1,114 @@
+"""Norm, rotation and cache write of latents, with the turn of the queries: the bits of the kernels it stands for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kernels.kv_store import latent_store_triton
+from kernels.latent_rope_store import (
+    _latent_rope_store_kernel,
+    latent_rope_store,
+    latent_rope_store_reference,
+    latent_rope_store_triton,
+)
+from kernels.qk_rope_store import Rope
+from kernels.rmsnorm import rmsnorm_triton
+from kernels.rope import rope_triton_
+from tests.aot import ARCHS, aot, compile_ahead
+from tests.compare import assert_same_bits, rel_norm
+from tests.paged_cache import draw
+from tests.test_kernels.test_rope import angle_table, exact
+
+
+def operands(num_tokens, heads, latent, rotated, dtype, device, *, interleaved, nope=24, page=16):
+    """q_pe is the tail of wider heads; the cache is NaN; every fifth token has no slot."""
+    q_THC = draw(num_tokens, heads, nope + rotated, dtype=dtype, device=device)
+    kv_TX = draw(num_tokens, latent + rotated, dtype=dtype, device=device, seed=1)
+    norm_L = (1 + 0.3 * draw(latent, seed=2)).to(device, dtype)
+    table = torch.full((52, rotated), torch.nan, device=device)
+    table[:50] = angle_table(50, rotated).to(device)
+    generator = torch.Generator().manual_seed(3)
+    num_blocks = -(-num_tokens // page) + 2
+    slots_T = torch.randperm(num_blocks * page, generator=generator)[:num_tokens]
+    slots_T[3::5] = -1
+    positions_T = torch.randint(0, 50, (num_tokens,), generator=generator)
+    cache_NPX = torch.full((num_blocks, page, latent + rotated), torch.nan, dtype=dtype, device=device)
+    rope = Rope(positions_T.to(device), table, interleaved)
+    return q_THC, (kv_TX, norm_L, 1e-6, rope, cache_NPX, slots_T.to(device))
+
+
+def separate(q_pe_THR, kv_TX, norm_L, eps, rope, cache_NPX, slots_T) -> None:
+    """The kernels one after another."""
+    latent = norm_L.shape[0]
+    latent_TL, k_pe_TR = rmsnorm_triton(kv_TX[:, :latent], norm_L, eps), kv_TX[:, latent:].clone()
+    for x_THR in (q_pe_THR, k_pe_TR[:, None]):
+        rope_triton_(x_THR, rope.positions_T, rope.cos_sin_PR, interleaved=rope.interleaved)
+    latent_store_triton(latent_TL, k_pe_TR, cache_NPX, slots_T)
+
+
+def check_against_separate(q_THC, args, rotated) -> None:
+    """The queries' other entries and the rows of kv stay as they were."""
+    wanted_q, wanted_cache, kv_before = q_THC.clone(), args[4].clone(), args[0].clone()
+    separate(wanted_q[..., -rotated:], *args[:4], wanted_cache, args[5])
+    latent_rope_store_triton(q_THC[..., -rotated:], *args)
+    assert_same_bits(q_THC, wanted_q)
+    assert_same_bits(args[4], wanted_cache)
+    assert_same_bits(args[0], kv_before)
+
+
+@pytest.mark.parametrize("interleaved", [False, True], ids=["half", "interleaved"])
+@pytest.mark.parametrize(
+    ("heads", "latent", "rotated"),
+    [
+        pytest.param(16, 512, 64, id="deepseek-v2-lite"),
+        pytest.param(128, 512, 64, id="deepseek-v3-several-blocks-of-heads"),
+        pytest.param(3, 40, 12, id="odd-sizes"),
+        pytest.param(1, 16, 2, id="one-pair"),
+    ],
+)
+def test_kernel_has_the_bits_of_the_separate_kernels(backend, heads, latent, rotated, interleaved):
+    q_THC, args = operands(5, heads, latent, rotated, backend.dtype, backend.device, interleaved=interleaved)
+    check_against_separate(q_THC, args, rotated)
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1, 2, 11])
+def test_kernel_for_numbers_of_tokens(backend, num_tokens):
+    q_THC, args = operands(num_tokens, 2, 32, 8, backend.dtype, backend.device, interleaved=True)
+    check_against_separate(q_THC, args, 8)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_reference_against_fp64(dtype):
+    q_THC, args = operands(9, 3, 32, 8, dtype, "cpu", interleaved=True)
+    kv_TX, norm_L, eps, rope, cache_NPX, slots_T = args
+    wanted_q = exact(q_THC[..., -8:], rope.positions_T, rope.cos_sin_PR, interleaved=True)
+    wanted_k = exact(kv_TX[:, None, -8:], rope.positions_T, rope.cos_sin_PR, interleaved=True)[:, 0]
+    wide = kv_TX[:, :32].double()
+    wanted_c = wide / (wide.square().mean(-1, keepdim=True) + eps).sqrt() * norm_L.double()
+    latent_rope_store(q_THC[..., -8:], *args)
+    bound = 1e-6 if dtype == torch.float32 else 6e-3  # norm, weight and turn each round to bf16: 2^-9 a time
+    assert rel_norm(q_THC[..., -8:], wanted_q) < bound
+    stored = slots_T >= 0
+    rows = cache_NPX[slots_T[stored] // 16, slots_T[stored] % 16]
+    assert rel_norm(rows[:, :32], wanted_c[stored]) < bound
+    assert rel_norm(rows[:, 32:], wanted_k[stored]) < bound
+    assert int(torch.isnan(cache_NPX).sum()) == cache_NPX.numel() - rows.numel()
+
+
+def test_operands_that_do_not_fit_are_refused():
+    q_THC, args = operands(3, 2, 32, 8, torch.float32, "cpu", interleaved=True)
+    with pytest.raises(AssertionError, match="L \\+ R = 44 wide"):
+        latent_rope_store_reference(q_THC[..., -12:], *args)
+
+
+@aot
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_compiles(arch, interleaved):
+    pointers = dict.fromkeys(("q_pe_ptr", "kv_ptr", "weight_ptr", "cache_ptr"), "*bf16")
+    indices = {"positions_ptr": "*i64", "slots_ptr": "*i64", "table_ptr": "*fp32", "eps": "fp32"}
+    names = ("num_tokens", "num_heads", "page_size", "stride_qt", "stride_qh", "stride_kt", "stride_cn", "stride_cp")
+    blocks = {"LATENT": 512, "HALF": 32, "BLOCK_R": 2, "BLOCK_L": 512, "BLOCK_H": 16, "BLOCK_P": 32}
+    args = pointers | indices | dict.fromkeys(names, "i32") | blocks | {"INTERLEAVED": interleaved, "PDL": arch >= 90}
+    assert compile_ahead(_latent_rope_store_kernel, arch, args)

@@ -1,0 +1,162 @@
+"""Norm, rotation and cache write of queries, keys and values at once: the same bits as the kernels it stands for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kernels.kv_store import kv_store_triton
+from kernels.qk_rope_store import (
+    HeadNorms,
+    Rope,
+    _qk_rope_store_kernel,
+    qk_rope_store,
+    qk_rope_store_reference,
+    qk_rope_store_triton,
+)
+from kernels.rmsnorm import rmsnorm_triton
+from kernels.rope import rope_triton_
+from tests.aot import ARCHS, aot, compile_ahead
+from tests.compare import assert_same_bits, rel_norm
+from tests.paged_cache import draw
+from tests.test_kernels.test_rope import angle_table, exact
+
+
+def operands(num_tokens, heads, kv_heads, width, rotated, dtype, device, *, norms, interleaved, page=16):
+    """q, k and v are cut out of one projection's rows; caches are NaN; every fifth token has no slot."""
+    qkv = draw(num_tokens, heads + 2 * kv_heads, width, dtype=dtype, device=device)
+    q_THC, k_TGC, v_TGC = qkv.split((heads, kv_heads, kv_heads), dim=1)
+    weights = [1 + 0.3 * draw(width, seed=seed) for seed in (1, 2)]
+    table = torch.full((52, rotated), torch.nan, device=device)
+    table[:50] = angle_table(50, rotated).to(device)
+    generator = torch.Generator().manual_seed(3)
+    num_blocks = -(-num_tokens // page) + 2
+    slots_T = torch.randperm(num_blocks * page, generator=generator)[:num_tokens]
+    slots_T[3::5] = -1
+    positions_T = torch.randint(0, 50, (num_tokens,), generator=generator)
+    cache = torch.full((num_blocks, 2, page, kv_heads, width), torch.nan, dtype=dtype, device=device)
+    head_norms = HeadNorms(*(w.to(device, dtype) for w in weights), 1e-6) if norms else None
+    rope = Rope(positions_T.to(device), table, interleaved)
+    return q_THC, k_TGC, v_TGC, head_norms, rope, cache[:, 0], cache[:, 1], slots_T.to(device)
+
+
+def separate(q_THC, k_TGC, v_TGC, norms, rope, k_cache, v_cache, slots_T):
+    """The kernels one after another."""
+    if norms is None:
+        q_THC, k_TGC = q_THC.clone(), k_TGC.clone()
+    else:
+        q_THC, k_TGC = (
+            rmsnorm_triton(q_THC, norms.q_C, norms.eps),
+            rmsnorm_triton(k_TGC, norms.k_C, norms.eps),
+        )
+    for x_THC in (q_THC, k_TGC):
+        rope_triton_(x_THC, rope.positions_T, rope.cos_sin_PR, interleaved=rope.interleaved)
+    kv_store_triton(k_TGC, v_TGC, k_cache, v_cache, slots_T)
+    return q_THC
+
+
+def check_against_separate(args) -> None:
+    caches = [x.clone() for x in args[5:7]]
+    before = [x.clone() for x in args[:3]]
+    wanted_THC = separate(*args[:5], *caches, args[7])
+    ours_THC = qk_rope_store_triton(*args)
+    assert ours_THC.is_contiguous()
+    assert_same_bits(ours_THC, wanted_THC)
+    for ours, wanted in zip(args[5:7], caches):
+        assert_same_bits(ours, wanted)
+    for ours, wanted in zip(args[:3], before):
+        assert_same_bits(ours, wanted)
+
+
+SHAPES = [
+    pytest.param(4, 2, 64, 64, id="whole-heads"),
+    pytest.param(9, 3, 48, 24, id="half-of-an-odd-head-and-an-odd-block-of-heads"),
+    pytest.param(32, 4, 128, 128, id="qwen3"),
+    pytest.param(2, 1, 40, 2, id="one-pair"),
+]
+
+
+@pytest.mark.parametrize("interleaved", [False, True], ids=["half", "interleaved"])
+@pytest.mark.parametrize("norms", [False, True], ids=["plain", "normed"])
+@pytest.mark.parametrize(("heads", "kv_heads", "width", "rotated"), SHAPES)
+def test_kernel_has_the_bits_of_the_separate_kernels(backend, heads, kv_heads, width, rotated, norms, interleaved):
+    args = operands(
+        4, heads, kv_heads, width, rotated, backend.dtype, backend.device, norms=norms, interleaved=interleaved
+    )
+    check_against_separate(args)
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1, 2, 11])
+def test_kernel_for_numbers_of_tokens(backend, num_tokens):
+    args = operands(num_tokens, 2, 1, 16, 16, backend.dtype, backend.device, norms=True, interleaved=False)
+    check_against_separate(args)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("interleaved", [False, True], ids=["half", "interleaved"])
+def test_reference_against_fp64(dtype, interleaved):
+    """Norm and turn in fp64; the cache takes what it is told, the operands stay as they were."""
+    args = operands(9, 3, 2, 24, 16, dtype, "cpu", norms=True, interleaved=interleaved)
+    q_THC, k_TGC, v_TGC, norms, rope, k_cache, v_cache, slots_T = args
+    before = [x.clone() for x in (q_THC, k_TGC, v_TGC)]
+    out_THC = qk_rope_store(*args)
+
+    def plain(x_THC, weight_C):
+        wide = x_THC.double()
+        wide = wide / (wide.square().mean(-1, keepdim=True) + norms.eps).sqrt() * weight_C.double()
+        return exact(wide, rope.positions_T, rope.cos_sin_PR, interleaved=interleaved)
+
+    bound = 1e-6 if dtype == torch.float32 else 6e-3  # norm, weight and turn each round to bf16: 2^-9 a time
+    assert rel_norm(out_THC, plain(q_THC, norms.q_C)) < bound
+    stored = slots_T >= 0
+    place = (slots_T[stored] // 16, slots_T[stored] % 16)
+    assert rel_norm(k_cache[place], plain(k_TGC, norms.k_C)[stored]) < bound
+    assert_same_bits(v_cache[place], v_TGC[stored])
+    assert int(torch.isnan(v_cache).sum()) == v_cache.numel() - v_cache[place].numel()
+    for now, then in zip((q_THC, k_TGC, v_TGC), before):
+        assert_same_bits(now, then)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_bits_do_not_depend_on_the_tokens_beside(device):
+    q_THC, k_TGC, v_TGC, norms, rope, k_cache, v_cache, slots_T = operands(
+        65, 8, 2, 128, 128, torch.bfloat16, device, norms=True, interleaved=False
+    )
+    whole = qk_rope_store(q_THC, k_TGC, v_TGC, norms, rope, k_cache, v_cache, slots_T)
+    k_whole = k_cache.clone()
+    for token in (0, 32, 64):
+        one = slice(token, token + 1)
+        alone = qk_rope_store(
+            q_THC[one],
+            k_TGC[one],
+            v_TGC[one],
+            norms,
+            rope._replace(positions_T=rope.positions_T[one]),
+            k_cache,
+            v_cache,
+            slots_T[one],
+        )
+        assert_same_bits(alone, whole[one])
+    assert_same_bits(k_cache, k_whole)
+
+
+def test_operands_that_do_not_fit_are_refused():
+    args = list(operands(3, 2, 1, 16, 16, torch.float32, "cpu", norms=True, interleaved=False))
+    args[5] = args[5].bfloat16()
+    with pytest.raises(AssertionError, match="share one dtype"):
+        qk_rope_store_reference(*args)
+
+
+@aot
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_compiles(arch, normed, interleaved):
+    pointers = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "out_ptr", "k_cache_ptr", "v_cache_ptr"), "*bf16")
+    weights = dict.fromkeys(("q_weight_ptr", "k_weight_ptr"), "*bf16" if normed else None)
+    indices = {"positions_ptr": "*i64", "slots_ptr": "*i64", "table_ptr": "*fp32", "eps": "fp32"}
+    names = ("qt", "qh", "kt", "kg", "vt", "vg", "kcn", "kcp", "kcg", "vcn", "vcp", "vcg")
+    sizes = {"num_heads": "i32", "num_kv_heads": "i32", "page_size": "i32", **{f"stride_{n}": "i32" for n in names}}
+    blocks = {"BLOCK_H": 8, "BLOCK_C": 128, "BLOCK_P": 32, "HALF": 32, "WIDTH": 128, "INTERLEAVED": interleaved}
+    args = pointers | weights | indices | sizes | blocks | {"PDL": arch >= 90}
+    assert compile_ahead(_qk_rope_store_kernel, arch, args)
