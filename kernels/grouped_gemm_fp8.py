@@ -3,10 +3,11 @@
 Knows rows, slots, offsets and scales; knows neither tokens nor routing. The fp8 twin of grouped_gemm.py: rows have a
 scale for each 128 columns, weights for each block of 128 x 128 (quantize.py). Slots are found as there.
 
-A K step is 128 columns, whose products have one scale for each (row, block of weights): the tensor cores sum a step from
-zero, then acc = fma(step, x's scale * w's scale, acc) in fp32, steps ascending and never split. On a GPU with wgmma the
-bits are the same for every tile, and with operands swapped: few rows make the weights the tensor core's M side, which
-needs 64, and the rows its N side, for which 16 will do. (mma.sync sums fp8 differently, so wgmma's M is kept at 64.)
+A K step is 128 columns, whose products have one scale for each (row, block of weights): the tensor cores sum a step
+from zero, then acc = fma(step, x's scale * w's scale, acc) in fp32, steps ascending and never split. On a GPU with
+wgmma the bits are the same for every tile, and with operands swapped. This file's kernel swaps them: the weights are
+the tensor core's M side, of which wgmma takes 64 at a time, the rows its N side, for which 16 will do. (mma.sync sums
+fp8 differently, so wgmma has to serve few rows too.) Many rows have a kernel of their own, grouped_gemm_fp8_tma.py.
 """
 
 # Launch options such as num_warps are no parameters of a kernel.
@@ -15,43 +16,110 @@ needs 64, and the rows its N side, for which 16 will do. (mma.sync sums fp8 diff
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernels.checks import (
+    assert_dtype,
+    assert_same_device,
+    assert_shape,
     cdiv,
     next_power_of_2,
+    uses_triton,
 )
 from kernels.dependent_launch import dependent_launch, wait_for_inputs
-from kernels.quantize import TINIEST, Quantized, fp8_group
+from kernels.grouped_gemm import swiglu_reference
+from kernels.grouped_gemm_fp8_tma import ManyRowsTile, launch_many_rows
+from kernels.linear import multiply_blocks
+from kernels.quantize import FP8, GROUP, Quantized, QuantizedBlocks, dequantize_blocks, dequantize_rows, quantize_rows
 from kernels.row_tiles import most_row_tiles, slot_of_program, swiglu, tile_of_program, tiles_until_slot
+from kernels.tiles import device_generation
 
 
 @dataclass(frozen=True)
-class Fp8Tile:
-    """A program's tile: rows x columns of the output, warps, stages; which operands come by TMA descriptor."""
+class FewRowsTile:
+    """Rows x output columns of a program, warps, pipeline stages; `tma`: the weights come as TMA tiles."""
 
     block_m: int
     block_n: int
     num_warps: int
     num_stages: int
-    wide: bool = False
-    dual: bool = False
-    w_desc: bool = True
-    maxnreg: int | None = None
-    group_m: int = 8
+    tma: bool = True
+
+
+Fp8Tile = FewRowsTile | ManyRowsTile
+
+
+def grouped_gemm_fp8(
+    x: Quantized,
+    w: QuantizedBlocks,
+    offsets_S1: Tensor,
+    *,
+    row_index_R: Tensor | None = None,
+    num_rows: int,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """y_RN[r] = w[slot of r] x[row_index_R[r]], or x[r] without an index; w.values [S, N, D], w.scales [S, 1, M, G].
+
+    offsets_S1 int32 [S+1] ascending, offsets_S1[-1] <= num_rows; what rows of y from there on hold is unspecified.
+    `grouped_gemm_fp8_reference` is the definition; the sum is fp32, one cast, and a row's bits do not depend on the
+    other rows.
+    """
+    run = grouped_gemm_fp8_triton if uses_triton(x.values) else grouped_gemm_fp8_reference
+    return run(x, w, offsets_S1, row_index_R=row_index_R, num_rows=num_rows, out_dtype=out_dtype)
+
+
+def grouped_gemm_swiglu_fp8(
+    x: Quantized,
+    w: QuantizedBlocks,
+    offsets_S1: Tensor,
+    *,
+    row_index_R: Tensor | None = None,
+    num_rows: int,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """h_RF[r] = silu(gate x) * (up x); w.values [S, 2F, D], gate rows first, w.scales [S, 2, M, G], each its own.
+
+    Otherwise as `grouped_gemm_fp8`: the number of parts in w.scales makes the difference.
+    """
+    return grouped_gemm_fp8(x, w, offsets_S1, row_index_R=row_index_R, num_rows=num_rows, out_dtype=out_dtype)
+
+
+def quantize_for_slots(
+    x_XD: Tensor, w: QuantizedBlocks, offsets_S1: Tensor, *, row_index_R: Tensor | None, num_rows: int
+) -> tuple[Quantized, Tensor | None]:
+    """x quantised for the first product with w, and that product's row index: many rows are packed on the way."""
+    if row_index_R is None or isinstance(fp8_tile(x_XD, w, num_rows), FewRowsTile):
+        return quantize_rows(x_XD), row_index_R
+    return quantize_rows(x_XD, row_index_R=row_index_R, offsets_S1=offsets_S1, num_rows=num_rows), None
+
+
+def fp8_tile(x: Tensor, w: QuantizedBlocks, num_rows: int) -> Fp8Tile:
+    """The tile of a product with w, from the mean number of rows of a slot."""
+    num_slots, parts, _, _ = w.scales.shape
+    width, rows = w.values.shape[-1], cdiv(num_rows, num_slots)
+    tma = device_generation(x) >= 9 and width % 16 == 0
+    if not tma:
+        return FewRowsTile(min(64, max(16, next_power_of_2(rows))), 64 // parts, 4, 3, tma=False)
+    if rows > 64:
+        return ManyRowsTile(64, 128 // parts, 4, 4)
+    if rows > 16:
+        return FewRowsTile(min(64, next_power_of_2(rows)), 128 // parts, 8, 4)
+    return FewRowsTile(16, 64 // parts, 4, 6)
 
 
 # y[r, n] = sum over k of x[index[r], k] * w[slot, n, k], stepwise as above, slot the one whose rows hold r
 # PARTS 2: y[r, n] = silu(that with gate row n of w) * (that with up row n), w [S, 2, N, D]
-#   x e4m3 [X, D] (pointer or descriptor of BLOCK_M x 128), x_scale_ptr fp32 [X, G]; w e4m3 [S, PARTS, N, D] (pointer or
-#   descriptor of [S * PARTS, N, D] by PARTS x BLOCK_N x 128), w_scale_ptr fp32 [S, PARTS, M, G]; offsets_ptr int32 [S+1];
-#   index_ptr int32 [R] | None; y_ptr [R, N]; y_scale_ptr fp32 [R, cdiv(N, 128)] where y is e4m3 (BLOCK_N 128), else None
-#   grid (tiles_m * cdiv(N, BLOCK_N),), tiles_m an upper bound of the slots' row tiles; surplus programs do nothing.
-#   Rows from the slot's end on are not written; D and N are filled up with zeros.
+#   x_ptr e4m3 [X, D]; x_scale_ptr fp32 [X, G]; w e4m3 [S, PARTS, N, D], a pointer or (W_DESC) a descriptor of
+#   [S * PARTS, N, D] in tiles PARTS x BLOCK_N x 128; w_scale_ptr fp32 [S, PARTS, M, G]; offsets_ptr int32 [S+1];
+#   index_ptr int32 [R] | None; y_ptr [R, N]; all contiguous
+#   grid (most_row_tiles * cdiv(N, BLOCK_N),): an upper bound; a program owns one tile of one slot, see row_tiles.py
+#   fp32. Rows from the slot's end on are neither read nor written; D and N are filled up with zeros.
 
 
 @triton.jit(do_not_specialize=["num_slots"])
@@ -132,163 +200,100 @@ def _few_rows_kernel(
     tl.store(y_ptrs, acc.to(y_ptr.dtype.element_ty), mask=in_m[None, :] & (n_out < num_columns)[:, None])
 
 
-@triton.jit(do_not_specialize=["num_slots", "stride_xsg"])
-def _many_rows_kernel(
-    x_desc,
-    x_scale_ptr,
-    w_desc,
-    w_scale_ptr,
-    offsets_ptr,
-    y_ptr,
-    y_scale_ptr,
-    num_columns,
-    width,
-    num_slots,
-    stride_xsx,
-    stride_xsg,
-    SWIGLU: tl.constexpr,
-    DUAL: tl.constexpr,
-    TINIEST: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    GROUP_M: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    wait_for_inputs(PDL)
-    COLUMNS: tl.constexpr = 2 * BLOCK_N if DUAL and not SWIGLU else BLOCK_N
-    PARTS: tl.constexpr = 2 if SWIGLU else 1
-    WIDTH: tl.constexpr = BLOCK_N if DUAL else PARTS * BLOCK_N
-    tiles_n = tl.cdiv(num_columns, COLUMNS)
-    tiles_until = tiles_until_slot(offsets_ptr, num_slots, tiles_n, BLOCK_S, BLOCK_M)
-    slot, tile = slot_of_program(tiles_until, tl.program_id(0))
-    if slot >= num_slots:
-        return
-    start, end = tl.load(offsets_ptr + slot), tl.load(offsets_ptr + slot + 1)
-    tile_m, tile_n = tile_of_program(tile, tl.cdiv(end - start, BLOCK_M), tiles_n, GROUP_M)  # pyright: ignore
-    first_row = start + tile_m * BLOCK_M
-    num_groups = tl.cdiv(width, 128)
-    block_rows = tl.cdiv(num_columns, 128)
-    row = first_row + tl.arange(0, BLOCK_M)
-    in_m = row < end
-    x_scale_ptrs = x_scale_ptr + row.to(tl.int64) * stride_xsx
-    first_n = tile_n * COLUMNS
-    part = slot * PARTS
-    w_scale_ptrs = w_scale_ptr + (part.to(tl.int64) * block_rows + first_n // 128) * num_groups
-    if SWIGLU:
-        second_part, second_n = part + 1, first_n
-        other_scale_ptrs = w_scale_ptrs + block_rows * num_groups
-    else:
-        second_part, second_n = part, first_n + BLOCK_N
-        other_scale_ptrs = w_scale_ptrs + (min(second_n // 128, block_rows - 1) - first_n // 128) * num_groups
-    i = tl.arange(0, PARTS * BLOCK_N)
-    acc = tl.zeros((BLOCK_M, WIDTH), tl.float32)
-    other = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    x_scale = tl.load(x_scale_ptrs, mask=in_m, other=0.0)
-    w_scale, other_scale = tl.load(w_scale_ptrs), tl.load(other_scale_ptrs)
-    for step in range(0, num_groups):
-        x_tile = x_desc.load([first_row, step * 128])
-        # The next step's scales are on their way while this one is multiplied.
-        ahead = min(step + 1, num_groups - 1)
-        next_x_scale = tl.load(x_scale_ptrs + ahead * stride_xsg, mask=in_m, other=0.0)
-        next_w_scale = tl.load(w_scale_ptrs + ahead)
-        next_other_scale = tl.load(other_scale_ptrs + ahead)
-        if DUAL:
-            w_tile = w_desc.load([part, first_n, step * 128]).reshape(BLOCK_N, 128)
-            other_tile = w_desc.load([second_part, second_n, step * 128]).reshape(BLOCK_N, 128)
-            product = tl.dot(x_tile, w_tile.T)
-            acc = tl.fma(product, tl.broadcast_to((w_scale * x_scale)[:, None], acc.shape), acc)
-            product = tl.dot(x_tile, other_tile.T)
-            other = tl.fma(product, tl.broadcast_to((other_scale * x_scale)[:, None], other.shape), other)
-        else:
-            w_tile = w_desc.load([part, first_n, step * 128]).reshape(PARTS * BLOCK_N, 128)
-            product = tl.dot(x_tile, w_tile.T)
-            if SWIGLU:
-                scale = tl.where(i < BLOCK_N, w_scale, other_scale)[None, :] * x_scale[:, None]
-            else:
-                scale = (w_scale * x_scale)[:, None]
-            acc = tl.fma(product, tl.broadcast_to(scale, acc.shape), acc)
-        x_scale, w_scale, other_scale = next_x_scale, next_w_scale, next_other_scale
-    if SWIGLU:
-        if DUAL:
-            gate, up = acc, other
-        else:
-            gate, up = acc.reshape(BLOCK_M, 2, BLOCK_N).permute(0, 2, 1).split()
-        acc = swiglu(gate, up)
-    n = tl.arange(0, BLOCK_N)
-    y_row_ptr = y_ptr + row.to(tl.int64)[:, None] * num_columns
-    mask = in_m[:, None] & (first_n + n < num_columns)[None, :]
-    if y_scale_ptr is not None:
-        rounded = tl.where(mask, acc.to(tl.bfloat16).to(tl.float32), 0.0)
-        acc, y_scale = fp8_group(rounded, TINIEST)  # pyright: ignore
-        tl.store(y_scale_ptr + row.to(tl.int64) * block_rows + tile_n, y_scale, mask=in_m)
-    tl.store(y_row_ptr + first_n + n[None, :], acc.to(y_ptr.dtype.element_ty), mask=mask)
-    if DUAL and not SWIGLU:
-        mask = in_m[:, None] & (second_n + n < num_columns)[None, :]
-        tl.store(y_row_ptr + second_n + n[None, :], other.to(y_ptr.dtype.element_ty), mask=mask)
-
-
-def launch(
+def grouped_gemm_fp8_triton(
     x: Quantized,
-    w_SPND: Tensor,
-    w_scale_SPMG: Tensor,
+    w: QuantizedBlocks,
     offsets_S1: Tensor,
-    row_index_R: Tensor | None,
-    y_RN: Tensor,
-    y_scale_RM: Tensor | None,
-    tile: Fp8Tile,
-) -> None:
-    """One launch into y."""
+    *,
+    row_index_R: Tensor | None = None,
+    num_rows: int,
+    out_dtype: torch.dtype,
+    tile: Fp8Tile | None = None,
+) -> Tensor:
+    """`grouped_gemm_fp8` as one launch; `tile` is chosen by `fp8_tile` unless given. Needs a GPU with fp8."""
+    _check_operands(x, w, offsets_S1, row_index_R, num_rows)
+    num_slots, parts, _, _ = w.scales.shape
+    num_columns, width = w.values.shape[1] // parts, w.values.shape[2]
+    y_RN = torch.empty(num_rows, num_columns, dtype=out_dtype, device=x.values.device)
     if y_RN.numel() == 0:
-        return
-    num_rows, num_columns = y_RN.shape
-    num_slots, parts, _, width = w_SPND.shape
-    tiles_m = most_row_tiles(num_rows, num_slots, tile.block_m)
-    options = {
-        "BLOCK_S": next_power_of_2(num_slots),
-        "BLOCK_M": tile.block_m,
-        "BLOCK_N": tile.block_n,
-        "GROUP_M": tile.group_m,
-        "num_warps": tile.num_warps,
-        "num_stages": tile.num_stages,
-        "maxnreg": tile.maxnreg,
-        **dependent_launch(y_RN),
-    }
-    w_PND = w_SPND.flatten(0, 1)
-    if not tile.wide:
-        _few_rows_kernel[(tiles_m * cdiv(num_columns, tile.block_n),)](
-            x.values_XD,
-            x.scales_XG,
-            TensorDescriptor.from_tensor(w_PND, [parts, tile.block_n, 128]) if tile.w_desc else w_PND,
-            w_scale_SPMG,
-            offsets_S1,
-            row_index_R,
-            y_RN,
-            num_columns,
-            width,
-            num_slots,
-            PARTS=parts,
-            W_DESC=tile.w_desc,
-            EVEN_K=width % 128 == 0,
-            **options,
-        )
-        return
-    columns = tile.block_n * (2 if tile.dual and parts == 1 else 1)
-    _many_rows_kernel[(tiles_m * cdiv(num_columns, columns),)](
-        TensorDescriptor.from_tensor(x.values_XD, [tile.block_m, 128]),
-        x.scales_XG,
-        TensorDescriptor.from_tensor(w_PND, [1 if tile.dual else parts, tile.block_n, 128]),
-        w_scale_SPMG,
+        return y_RN
+    tile = tile or fp8_tile(x.values, w, num_rows)
+    if isinstance(tile, ManyRowsTile) and row_index_R is None:
+        launch_many_rows(x, w, offsets_S1, y_RN, tile)
+        return y_RN
+    assert isinstance(tile, FewRowsTile), f"{tile} takes rows without an index; quantize_for_slots packs them"
+    w_PND = w.values.view(num_slots * parts, num_columns, width)
+    row_tiles = most_row_tiles(num_rows, num_slots, tile.block_m)
+    _few_rows_kernel[(row_tiles * cdiv(num_columns, tile.block_n),)](
+        x.values,
+        x.scales,
+        TensorDescriptor.from_tensor(w_PND, [parts, tile.block_n, GROUP]) if tile.tma else w_PND,
+        w.scales,
         offsets_S1,
+        row_index_R,
         y_RN,
-        y_scale_RM,
         num_columns,
         width,
         num_slots,
-        x.scales_XG.stride(0),
-        x.scales_XG.stride(1),
-        SWIGLU=parts == 2,
-        DUAL=tile.dual,
-        TINIEST=TINIEST,
-        **options,
+        PARTS=parts,
+        W_DESC=tile.tma,
+        EVEN_K=width % GROUP == 0,
+        BLOCK_S=next_power_of_2(num_slots),
+        BLOCK_M=tile.block_m,
+        BLOCK_N=tile.block_n,
+        GROUP_M=8,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+        **dependent_launch(y_RN),
     )
+    return y_RN
+
+
+def _check_operands(
+    x: Quantized, w: QuantizedBlocks, offsets_S1: Tensor, row_index_R: Tensor | None, num_rows: int
+) -> None:
+    for name, values, scales in (("x", *x), ("w", *w)):
+        assert_dtype(f"{name}.values", values, FP8)
+        assert_dtype(f"{name}.scales", scales, torch.float32)
+        assert values.is_contiguous(), f"{name}.values has strides {values.stride()}"
+        assert scales.is_contiguous(), f"{name}.scales has strides {scales.stride()}"
+    assert_shape("w.values", w.values, (None, None, None))
+    assert_shape("x.values", x.values, (None, w.values.shape[2]))
+    (num_slots, rows, _), groups = w.values.shape, cdiv(w.values.shape[2], GROUP)
+    assert_shape("x.scales", x.scales, (x.values.shape[0], groups))
+    parts = w.scales.shape[1]
+    assert parts in (1, 2) and rows % parts == 0, f"w has {rows} rows a slot in {parts} parts"
+    assert_shape("w.scales", w.scales, (num_slots, parts, cdiv(rows // parts, GROUP), groups))
+    assert_shape("offsets_S1", offsets_S1, (num_slots + 1,))
+    assert_dtype("offsets_S1", offsets_S1, torch.int32)
+    if row_index_R is None:
+        assert x.values.shape[0] >= num_rows, f"x has {x.values.shape[0]} rows, num_rows={num_rows}, no row index"
+    else:
+        assert_shape("row_index_R", row_index_R, (num_rows,))
+        assert_dtype("row_index_R", row_index_R, torch.int32)
+    assert_same_device(x.values, x_scales=x.scales, w=w.values, w_scales=w.scales, offsets_S1=offsets_S1)
+    assert_same_device(x.values, row_index_R=row_index_R)
+
+
+def grouped_gemm_fp8_reference(
+    x: Quantized,
+    w: QuantizedBlocks,
+    offsets_S1: Tensor,
+    *,
+    row_index_R: Tensor | None = None,
+    num_rows: int,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """The definition, and the CPU's product path: slot by slot the dequantised operands' product in fp32."""
+    _check_operands(x, w, offsets_S1, row_index_R, num_rows)
+    parts = w.scales.shape[1]
+    x_XD = dequantize_rows(x)
+    y_RN = torch.empty(num_rows, w.values.shape[1] // parts, dtype=out_dtype, device=x_XD.device)
+    for slot, (start, end) in enumerate(pairwise(offsets_S1.tolist())):
+        if start == end:
+            continue
+        x_MD = x_XD[start:end] if row_index_R is None else x_XD[row_index_R[start:end].long()]
+        w_ND = dequantize_blocks(w.values[slot].unflatten(0, (parts, -1)), w.scales[slot]).flatten(0, 1)
+        y_MN = multiply_blocks(x_MD, w_ND)
+        y_RN[start:end] = (swiglu_reference(y_MN) if parts == 2 else y_MN).to(out_dtype)
+    return y_RN

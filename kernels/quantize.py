@@ -1,4 +1,4 @@
-"""fp8 (e4m3) with scales: rows by 128 columns as they are computed, weights by blocks of 128 x 128 when they are loaded.
+"""fp8 (e4m3) with scales: rows by 128 columns as they are computed, weights by blocks of 128 x 128 as they are loaded.
 
 Knows tensors only. value = q * scale, scale = largest magnitude / 448 in fp32, so that the largest becomes e4m3's
 largest. A row's values depend on that row alone. A NaN stays NaN; where there is an infinity the values are NaN or 0
@@ -36,20 +36,27 @@ TINIEST = 1e-30
 """Stands for the largest magnitude of a group that has none above it: a scale is never 0 nor subnormal."""
 
 _ITEMS = 16  # groups of 128 columns that one program takes
+_MOST_AT_ONCE = 1 << 23  # elements of a weight that are quantised at a time
 
 
 class Quantized(NamedTuple):
-    """Rows in fp8 and their scales: row x, columns 128g to 128g + 127 are values_XD * scales_XG[x, g]."""
+    """Rows in fp8 [X, D] and their scales [X, ceil(D / 128)]: columns 128g to 128g + 127 of row x are values times
+    scales[x, g]."""
 
-    values_XD: Tensor
-    scales_XG: Tensor
+    values: Tensor
+    scales: Tensor
 
 
 class QuantizedBlocks(NamedTuple):
     """A weight [..., N, D] in fp8 and the scales [..., ceil(N / 128), ceil(D / 128)] of its blocks."""
 
-    values_ND: Tensor
-    scales_MG: Tensor
+    values: Tensor
+    scales: Tensor
+
+
+def supports_fp8(device: torch.device) -> bool:
+    """Whether fp8 products run there: on the CPU (the reference does them), and from compute capability 8.9 on."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 def quantize_rows(
@@ -165,22 +172,42 @@ def quantize_rows_reference(
     scales_RG = _scale_of(x_RGJ.abs().nan_to_num(nan=0.0, posinf=torch.inf).amax(-1))
     values_RD = _to_fp8(x_RGJ / scales_RG[..., None]).flatten(1)[:, :width]
     quantized = Quantized(values_RD.new_empty(rows, width), scales_RG.new_empty(rows, scales_RG.shape[1]))
-    quantized.values_XD[:last], quantized.scales_XG[:last] = values_RD, scales_RG
+    quantized.values[:last], quantized.scales[:last] = values_RD, scales_RG
     return quantized
 
 
 def quantize_blocks(w_ND: Tensor) -> QuantizedBlocks:
     """A weight [..., N, D] by blocks of 128 x 128, those at the lower and right edge smaller; plain torch, any device.
 
-    Takes about six times the weight's own bytes for a moment, in bf16: call it on an expert at a time.
+    Works on some rows at a time, so that what it takes for a moment does not grow with the weight.
     """
     N, D = w_ND.shape[-2:]
-    M, G = cdiv(N, GROUP), cdiv(D, GROUP)
-    fill = (0, G * GROUP - D, 0, M * GROUP - N)
-    w_MIGJ = torch.nn.functional.pad(w_ND.float(), fill).unflatten(-1, (G, GROUP)).unflatten(-3, (M, GROUP))
-    scales_MG = _scale_of(w_MIGJ.abs().amax((-3, -1)))
-    values_MIGJ = _to_fp8(w_MIGJ / scales_MG[..., :, None, :, None])
-    return QuantizedBlocks(values_MIGJ.flatten(-2).flatten(-3, -2)[..., :N, :D].contiguous(), scales_MG)
+    G = cdiv(D, GROUP)
+    values_ND = torch.empty(w_ND.shape, dtype=FP8, device=w_ND.device)
+    scales_MG = torch.empty(*w_ND.shape[:-2], cdiv(N, GROUP), G, dtype=torch.float32, device=w_ND.device)
+    blocks = max(1, _MOST_AT_ONCE // (w_ND[..., :GROUP, :].numel() or 1))
+    for first in range(0, scales_MG.shape[-2], blocks):
+        rows = slice(first * GROUP, min((first + blocks) * GROUP, N))
+        part_ND = w_ND[..., rows, :].float()
+        height = part_ND.shape[-2]
+        fill = (0, G * GROUP - D, 0, cdiv(height, GROUP) * GROUP - height)
+        part_MIGJ = torch.nn.functional.pad(part_ND, fill).unflatten(-1, (G, GROUP)).unflatten(-3, (-1, GROUP))
+        part_MG = _scale_of(part_MIGJ.abs().amax((-3, -1)))
+        part_ND = _to_fp8(part_MIGJ / part_MG[..., :, None, :, None]).flatten(-2).flatten(-3, -2)
+        values_ND[..., rows, :] = part_ND[..., :height, :D]
+        scales_MG[..., first : first + blocks, :] = part_MG
+    return QuantizedBlocks(values_ND, scales_MG)
+
+
+def dequantize_rows(x: Quantized) -> Tensor:
+    """fp32 [X, D]."""
+    return x.values.float() * x.scales.repeat_interleave(GROUP, 1)[:, : x.values.shape[1]]
+
+
+def dequantize_blocks(values: Tensor, scales: Tensor) -> Tensor:
+    """fp32 [..., N, D] of fp8 [..., N, D] and scales [..., ceil(N / 128), ceil(D / 128)]."""
+    rows = scales.repeat_interleave(GROUP, -2)[..., : values.shape[-2], :]
+    return values.float() * rows.repeat_interleave(GROUP, -1)[..., : values.shape[-1]]
 
 
 def _scale_of(largest: Tensor) -> Tensor:

@@ -30,7 +30,7 @@ def poisoned_targets(
 ) -> dict[str, Tensor]:
     """As the network allocates them, filled with NaN: whatever is not written stays NaN."""
     return {
-        name: torch.full(spec.shape, torch.nan, dtype=torch.float32 if spec.keep_fp32 else dtype, device=device)
+        name: torch.full(spec.shape, torch.nan, dtype=spec.dtype(dtype), device=device)
         for name, spec in parameter_shapes(config, num_slots).items()
     }
 

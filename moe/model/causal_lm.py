@@ -60,7 +60,7 @@ class CausalLM:
         self.cos_sin_PR = rope_table(config.rope, max_model_len, device)
         self.parameters = Parameters(
             {
-                name: torch.empty(spec.shape, dtype=torch.float32 if spec.keep_fp32 else dtype, device=device)
+                name: torch.empty(spec.shape, dtype=spec.dtype(dtype), device=device)
                 for name, spec in parameter_shapes(config, len(self.experts)).items()
             }
         )

@@ -3,6 +3,8 @@
 Knows weight tables, names on disk and our parameters; knows nothing of the network's code. `open` reads headers only:
 every parameter has its tensor, every tensor its parameter, shapes and dtypes fit, or a ValueError lists what does not.
 `load_into` reads what a rank needs, straight into the tensors it is given, and counts that each row is written once.
+Weights in fp8 become numbers again, except those of routed experts where the config holds these in fp8: then stored
+blocks are taken as they are, and other weights are quantised, one expert's matrix at a time.
 
 Choices. The index decides which file supplies a tensor (`weight_files.py`). Tied heads: the embedding is the head; a
 different `lm_head.weight` beside it is ignored with a warning. Unused by rule: `rotary_emb.inv_freq`, and the
@@ -27,12 +29,20 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from kernels.quantize import FP8, GROUP
 from moe.model.config import ModelConfig
 from moe.model.families.registry import weight_table
 from moe.model.families.weight_rule import WeightRule
 from moe.model.fill_count import FillCount
-from moe.model.fp8_blocks import EXPONENT_SCALE_DTYPES, PLAIN_SCALE_DTYPES, dequantize, scale_grid, scale_values
-from moe.model.parameter_shapes import parameter_shapes
+from moe.model.fp8_blocks import (
+    EXPONENT_SCALE_DTYPES,
+    PLAIN_SCALE_DTYPES,
+    dequantize,
+    expert_blocks,
+    scale_grid,
+    scale_values,
+)
+from moe.model.parameter_shapes import is_expert_parameter, parameter_shapes, scale_name
 from moe.model.weight_files import WeightFiles, listed
 
 logger = logging.getLogger(__name__)
@@ -77,13 +87,22 @@ class Checkpoint:
             raise ValueError("\n  ".join([f"{folder}: the weights do not fit config.json ({config.family}):", *faults]))
         return cls(config, files, rules)
 
+    @property
+    def stores_fp8_experts(self) -> bool:
+        """Whether every routed expert is stored in fp8, in the very blocks that `ModelConfig.fp8_experts` means."""
+        rules = [rule for rule in self.rules if is_expert_parameter(rule.target)]
+        whole = self.config.fp8_block == (GROUP, GROUP)
+        aligned = not any(rule.stacked for rule in rules) or self.config.moe.expert_dim % GROUP == 0
+        return whole and aligned and all(self.files.tensors[rule.source].entry.dtype == FP8_DTYPE for rule in rules)
+
     def load_into(
         self, targets: Mapping[str, Tensor], experts: Sequence[int | None], progress: Progress | None = None
     ) -> LoadReport:
         """Fills every target once. `experts[s]` is the logical expert of slot s; None: an empty slot, left alone.
 
-        Targets have the names and shapes of `parameter_shapes(config, len(experts))`, on any device, in any floating
-        dtype. Files are read side by side. Logged: bfloat16 weights in float16, a tied head that differs.
+        Targets have the names and shapes of `parameter_shapes(config, len(experts))`, on any device, in the dtypes that
+        it fixes and else in any floating one. Files are read side by side. Logged: bfloat16 weights in float16, a tied
+        head that differs.
         """
         begin = time.perf_counter()
         self._check_targets(targets, len(experts))
@@ -138,8 +157,15 @@ class Checkpoint:
             places = [(None, None if rule.expert is None else slots_of[rule.expert])]
         num_bytes = 0
         for index, slots in places:
-            value, read_bytes = self._read(rule, readers, index, target)
+            value, scale, read_bytes = self._read(rule, readers, index, target)
             num_bytes += read_bytes
+            if target.dtype == FP8:
+                assert slots is not None, f"{rule.target} is held in fp8, which only the experts' bundles are"
+                self._fill_blocks(rule, value, scale, targets, slots, count)
+                continue
+            if scale is not None:
+                assert self.config.fp8_block is not None, "open lets fp8 in only where the config declares blocks"
+                value = dequantize(value.to(target.device), scale, self.config.fp8_block)
             for slot in [None] if slots is None else slots:
                 rows = (target if slot is None else target[slot])[rule.row : rule.row + rule.rows]
                 rows.copy_(value)
@@ -150,17 +176,40 @@ class Checkpoint:
                 count.add(rule.target, slot, rule.row, rule.row + rule.rows)
         return num_bytes
 
-    def _read(self, rule: WeightRule, readers: _Readers, index: int | None, target: Tensor) -> tuple[Tensor, int]:
-        """The tensor or its `index`-th expert; fp8 comes back as fp32 on the target's device."""
+    def _fill_blocks(
+        self,
+        rule: WeightRule,
+        value: Tensor,
+        scale: Tensor | None,
+        targets: Mapping[str, Tensor],
+        slots: list[int],
+        count: FillCount,
+    ) -> None:
+        """An expert's matrix, or part of it, into its rows of the fp8 values and its part of the scales."""
+        target, scales = targets[rule.target], targets[scale_name(rule.target)]
+        part_rows = target.shape[1] // scales.shape[1]  # gate and up are two parts of w13, w2 is one
+        first, parts = rule.row // part_rows, rule.rows // part_rows
+        try:
+            blocks = expert_blocks(value.to(target.device), scale, self.config.fp8_block, parts)
+        except ValueError as error:
+            raise ValueError(f"tensor {rule.source}: {error}") from None
+        for slot in slots:
+            target[slot][rule.row : rule.row + rule.rows].copy_(blocks.values)
+            scales[slot][first : first + parts].copy_(blocks.scales)
+            count.add(rule.target, slot, rule.row, rule.row + rule.rows)
+            count.add(scale_name(rule.target), slot, first, first + parts)
+
+    def _read(
+        self, rule: WeightRule, readers: _Readers, index: int | None, target: Tensor
+    ) -> tuple[Tensor, Tensor | None, int]:
+        """(the tensor or its `index`-th expert, its scales on the target's device if it is fp8, bytes read)."""
         value = readers.read(rule.source, index)
         num_bytes = value.numel() * value.element_size()
         if self.files.tensors[rule.source].entry.dtype != FP8_DTYPE:
-            return value, num_bytes
-        assert self.config.fp8_block is not None, "open lets fp8 tensors in only where the config declares blocks"
+            return value, None, num_bytes
         stored_scale = readers.read(rule.scale_source, index)
         scale = scale_values(stored_scale, rule.scale_source).to(target.device)
-        num_bytes += stored_scale.numel() * stored_scale.element_size()
-        return dequantize(value.to(target.device), scale, self.config.fp8_block), num_bytes
+        return value, scale, num_bytes + stored_scale.numel() * stored_scale.element_size()
 
     def _bytes_to_read(self, by_file: Mapping[Path, list[WeightRule]], num_experts: int) -> int:
         total = 0

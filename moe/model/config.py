@@ -101,3 +101,4 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
     fp8_block: tuple[int, int] | None = None  # (rows, columns) of one weight scale, where weights are stored in fp8
+    fp8_experts: bool = False  # whether routed experts are held, and multiplied, in fp8 (kernels/quantize.py)

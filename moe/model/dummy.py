@@ -8,13 +8,17 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from moe.model.parameter_shapes import is_expert_parameter
+from kernels.quantize import FP8
+from moe.model.fp8_blocks import expert_blocks
+from moe.model.parameter_shapes import is_expert_parameter, scale_name
 
 _STD = 0.02
 
 
 def fill_dummy(targets: Mapping[str, Tensor], seed: int, experts: Sequence[int | None] | None = None) -> None:
     """Fills every target in place, on its own device: norms 1, the selection bias 0, all else normal with std 0.02.
+
+    Experts in fp8 are those of bfloat16 quantised.
 
     What a tensor holds depends on its name, its shape, dtype and device kind, and the seed; for an expert on its
     logical number, not its slot: `experts[s]` is the expert in slot s (None: an empty slot, left alone), by default
@@ -26,11 +30,26 @@ def fill_dummy(targets: Mapping[str, Tensor], seed: int, experts: Sequence[int |
         elif name.endswith("moe.gate.bias"):
             tensor.zero_()
         elif is_expert_parameter(name):
+            if name.endswith("_scale"):
+                continue  # filled with its values
             for slot, expert in enumerate(range(tensor.shape[0]) if experts is None else experts):
-                if expert is not None:
+                if expert is None:
+                    continue
+                if tensor.dtype == FP8:
+                    scales = targets[scale_name(name)][slot]
+                    _fill_blocks(tensor[slot], scales, f"{name}.{expert}", seed)
+                else:
                     _fill_normal(tensor[slot], f"{name}.{expert}", seed)
         else:
             _fill_normal(tensor, name, seed)
+
+
+def _fill_blocks(values_ND: Tensor, scales_PMG: Tensor, name: str, seed: int) -> None:
+    weight_ND = torch.empty(values_ND.shape, dtype=torch.bfloat16, device=values_ND.device)
+    _fill_normal(weight_ND, name, seed)
+    blocks = expert_blocks(weight_ND, None, None, parts=scales_PMG.shape[0])
+    values_ND.copy_(blocks.values)
+    scales_PMG.copy_(blocks.scales)
 
 
 def _fill_normal(tensor: Tensor, name: str, seed: int) -> None:

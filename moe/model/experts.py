@@ -1,7 +1,8 @@
 """Gated MLPs: the experts of a layer on their packed rows, and one MLP for all rows. Knows nothing of routing.
 
 y = W2 (silu(W_gate x) * (W_up x)); gate and up are one matrix, gate first; the activation is the epilogue of the first
-product, in fp32. A dense or shared MLP is the same product with one slot that takes every row.
+product, in fp32. A dense or shared MLP is the same product with one slot that takes every row. Routed experts may be
+held in fp8: their rows are quantised too, before each product.
 """
 
 from __future__ import annotations
@@ -10,7 +11,10 @@ from torch import Tensor
 
 from expert_parallel.dispatcher import ExpertInput
 from kernels.grouped_gemm import grouped_gemm, grouped_gemm_swiglu
-from moe.model.linear import Linear
+from kernels.grouped_gemm_fp8 import grouped_gemm_fp8, grouped_gemm_swiglu_fp8, quantize_for_slots
+from kernels.quantize import FP8, QuantizedBlocks, quantize_rows
+from moe.model.linear import Linear, Parameters
+from moe.model.parameter_shapes import scale_name
 
 
 class Experts:
@@ -30,6 +34,37 @@ class Experts:
             num_rows=inputs.num_rows,
         )
         return grouped_gemm(h_RF, self.w2_SDF, inputs.offsets_S1, num_rows=inputs.num_rows)
+
+
+class Fp8Experts:
+    """The same with weights in fp8: values as above, scales [S, 2, ceil(F / 128), ceil(D / 128)] of w13's gate and up
+    and [S, 1, ceil(D / 128), ceil(F / 128)] of w2. Values and scales of a slot are one bundle."""
+
+    def __init__(self, w13: QuantizedBlocks, w2: QuantizedBlocks) -> None:
+        self.w13 = w13
+        self.w2 = w2
+
+    def __call__(self, inputs: ExpertInput) -> Tensor:
+        """As `Experts`: rows of the model dtype in and out; the first product's result is rounded to it in between."""
+        offsets_S1, num_rows, dtype = inputs.offsets_S1, inputs.num_rows, inputs.rows_XD.dtype
+        x, row_index_R = quantize_for_slots(
+            inputs.rows_XD, self.w13, offsets_S1, row_index_R=inputs.row_index_R, num_rows=num_rows
+        )
+        h_RF = grouped_gemm_swiglu_fp8(
+            x, self.w13, offsets_S1, row_index_R=row_index_R, num_rows=num_rows, out_dtype=dtype
+        )
+        return grouped_gemm_fp8(quantize_rows(h_RF), self.w2, offsets_S1, num_rows=num_rows, out_dtype=dtype)
+
+
+def make_experts(parameters: Parameters, name: str) -> Experts | Fp8Experts:
+    """The routed experts called `name`, in fp8 where their parameters are."""
+    w13, w2 = f"{name}.w13", f"{name}.w2"
+    if parameters[w13].dtype != FP8:
+        return Experts(parameters[w13], parameters[w2])
+    return Fp8Experts(
+        QuantizedBlocks(parameters[w13], parameters[scale_name(w13)]),
+        QuantizedBlocks(parameters[w2], parameters[scale_name(w2)]),
+    )
 
 
 class DenseMLP:

@@ -1,4 +1,4 @@
-"""fp8 weights in blocks back to numbers: weight = block * scale, in fp32. Knows one tensor and its scales.
+"""fp8 weights in blocks: weight = block * scale, in fp32. Knows one tensor and its scales.
 
 A scale is a plain number (float32, bfloat16, float16), or one exponent byte (float8_e8m0fnu, uint8) that means
 2^(byte - 127), as its dtype declares; the dtype alone decides which. "weight_scale_inv" multiplies, despite its name.
@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+
+from kernels.quantize import GROUP, QuantizedBlocks, quantize_blocks
 
 PLAIN_SCALE_DTYPES = ("F32", "BF16", "F16")
 EXPONENT_SCALE_DTYPES = ("F8_E8M0", "U8")
@@ -45,3 +47,23 @@ def dequantize(weight_NK: Tensor, scale: Tensor, block: tuple[int, int]) -> Tens
     assert tuple(scale.shape) == scale_grid((N, K), block), f"scales {tuple(scale.shape)} for weight {(N, K)}"
     rows_NB = scale.repeat_interleave(block[0], dim=0)[:N]
     return weight_NK.to(torch.float32).mul_(rows_NB.repeat_interleave(block[1], dim=1)[:, :K])
+
+
+def expert_blocks(
+    weight_ND: Tensor, scale: Tensor | None, block: tuple[int, int] | None, parts: int
+) -> QuantizedBlocks:
+    """An expert's matrix of `parts` equal parts as the kernels take it: values [N, D], scales [parts, M, G].
+
+    `scale` None: a weight in a floating dtype, which is quantised. Stored blocks are taken as they are, unless they
+    have another size or reach from one part into the next: then their numbers are quantised anew. ValueError for a
+    weight that is not finite.
+    """
+    height = weight_ND.shape[0] // parts
+    if scale is not None and block is not None:
+        if block == (GROUP, GROUP) and (parts == 1 or height % GROUP == 0):
+            return QuantizedBlocks(weight_ND, scale.unflatten(0, (parts, -1)))
+        weight_ND = dequantize(weight_ND, scale, block)
+    if not weight_ND.isfinite().all():
+        raise ValueError("holds values that are not finite, which no fp8 block can; load it with quantization=none.")
+    values, scales = quantize_blocks(weight_ND.unflatten(0, (parts, height)))
+    return QuantizedBlocks(values.flatten(0, 1), scales)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from expert_parallel.dispatcher import Dispatcher
 from moe.model.config import MoEConfig
-from moe.model.experts import DenseMLP, Experts
+from moe.model.experts import DenseMLP, make_experts
 from moe.model.linear import Parameters
 from router.gate import Gate
 from router.load import LoadCounter
@@ -26,7 +26,7 @@ class MoELayer:
         self.index = index
         self.gate = Gate(parameters[f"{name}.gate.weight"], parameters.get(f"{name}.gate.bias"), moe.rule)
         self.dispatcher = dispatcher
-        self.experts = Experts(parameters[f"{name}.experts.w13"], parameters[f"{name}.experts.w2"])
+        self.experts = make_experts(parameters, f"{name}.experts")
         self.shared: DenseMLP | None = None
         if moe.shared_dim:
             down = parameters.linear(f"{name}.shared.down")

@@ -6,12 +6,15 @@ Everything a checkpoint can be wrong in is found before the first tensor is allo
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
+from kernels.quantize import supports_fp8
 from moe.model.causal_lm import CausalLM
 from moe.model.checkpoint import Checkpoint, Progress
+from moe.model.config import ModelConfig
 from moe.model.dummy import fill_dummy
 from moe.model.families.registry import read_config
 from moe.model.linear import forbid_split_k
@@ -19,6 +22,7 @@ from moe.model.linear import forbid_split_k
 logger = logging.getLogger(__name__)
 
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
+QUANTIZATIONS = ("auto", "none", "fp8")
 
 
 def load_model(
@@ -27,6 +31,7 @@ def load_model(
     dtype: torch.dtype,
     device: torch.device,
     load_format: str = "auto",
+    quantization: str = "auto",
     seed: int = 0,
     max_model_len: int,
     mla_workspace_tokens: int = 32768,
@@ -34,13 +39,19 @@ def load_model(
 ) -> CausalLM:
     """The network of `folder` with its weights, or with weights from `seed` for load_format=dummy (config.json alone).
 
-    On a GPU this forbids split-K in the vendor library, for the whole process. Raises ValueError for a config.json or a
-    checkpoint that does not fit; nothing is allocated by then.
+    `quantization`: the routed experts as they are stored (auto), in fp8, or in `dtype` (none); all else is in `dtype`.
+    The network's own `config` says which it became. On a GPU this forbids split-K in the vendor library, for the whole
+    process. Raises ValueError for a config.json or a checkpoint that does not fit; nothing is allocated by then.
     """
     if load_format not in LOAD_FORMATS:
         raise ValueError(f"load_format={load_format!r} is not known; use one of {', '.join(LOAD_FORMATS)}.")
+    if quantization not in QUANTIZATIONS:
+        raise ValueError(f"quantization={quantization!r} is not known; use one of {', '.join(QUANTIZATIONS)}.")
     config = read_config(folder)
     checkpoint = None if load_format == "dummy" else Checkpoint.open(folder, config)
+    stored = config.fp8_block is not None if checkpoint is None else checkpoint.stores_fp8_experts
+    config = replace(config, fp8_experts=_holds_fp8_experts(quantization, stored, config, device))
+    checkpoint = checkpoint and replace(checkpoint, config=config)
     if device.type == "cuda":
         forbid_split_k()
     model = CausalLM(
@@ -57,3 +68,21 @@ def load_model(
         logger.info("read %.1f MB of weights in %.1f s", report.num_bytes / 1e6, report.seconds)
     model.finalize()
     return model
+
+
+def _holds_fp8_experts(quantization: str, stored: bool, config: ModelConfig, device: torch.device) -> bool:
+    """Whether routed experts are held in fp8; `stored`: they lie in the file as they would be held."""
+    if quantization == "none":
+        return False
+    supported = supports_fp8(device)
+    if quantization == "fp8":
+        if not supported:
+            raise ValueError(
+                f"quantization=fp8, but {torch.cuda.get_device_name(device)} has no fp8 (compute capability 8.9 and "
+                "above have it); use quantization=none."
+            )
+        return True
+    if config.fp8_block is not None and not (stored and supported):
+        why = "this GPU has no fp8" if stored else "their blocks are not 128 x 128 of one matrix each"
+        logger.warning("fp8 weights of the experts are loaded as dtype, which takes twice the memory: %s", why)
+    return stored and supported

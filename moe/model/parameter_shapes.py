@@ -8,15 +8,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
+from kernels.checks import cdiv
+from kernels.quantize import FP8, GROUP
 from moe.model.config import GQAConfig, MLAConfig, ModelConfig
 
 
 @dataclass(frozen=True)
 class ParameterSpec:
-    """Shape of one parameter; `keep_fp32` says that it stays fp32 whatever the model dtype is."""
+    """Shape of one parameter, and its dtype where that is not the model's."""
 
     shape: tuple[int, ...]
-    keep_fp32: bool = False
+    fixed_dtype: torch.dtype | None = None
+
+    def dtype(self, model_dtype: torch.dtype) -> torch.dtype:
+        return model_dtype if self.fixed_dtype is None else self.fixed_dtype
 
 
 def parameter_shapes(config: ModelConfig, num_slots: int) -> dict[str, ParameterSpec]:
@@ -83,9 +90,13 @@ def _moe_shapes(config: ModelConfig, num_slots: int) -> dict[str, ParameterSpec]
     moe, D = config.moe, config.hidden_size
     shapes = {"gate.weight": ParameterSpec((moe.num_experts, D))}
     if moe.correction_bias:
-        shapes["gate.bias"] = ParameterSpec((moe.num_experts,), keep_fp32=True)
-    shapes["experts.w13"] = ParameterSpec((num_slots, 2 * moe.expert_dim, D))
-    shapes["experts.w2"] = ParameterSpec((num_slots, D, moe.expert_dim))
+        shapes["gate.bias"] = ParameterSpec((moe.num_experts,), torch.float32)
+    F, dtype = moe.expert_dim, FP8 if config.fp8_experts else None
+    shapes["experts.w13"] = ParameterSpec((num_slots, 2 * F, D), dtype)
+    shapes["experts.w2"] = ParameterSpec((num_slots, D, F), dtype)
+    if config.fp8_experts:  # gate and up have blocks of their own, also where 128 does not divide F
+        shapes["experts.w13_scale"] = ParameterSpec((num_slots, 2, cdiv(F, GROUP), cdiv(D, GROUP)), torch.float32)
+        shapes["experts.w2_scale"] = ParameterSpec((num_slots, 1, cdiv(D, GROUP), cdiv(F, GROUP)), torch.float32)
     if moe.shared_dim:
         shapes["shared.gate_up.weight"] = ParameterSpec((2 * moe.shared_dim, D))
         shapes["shared.down.weight"] = ParameterSpec((D, moe.shared_dim))
@@ -93,5 +104,10 @@ def _moe_shapes(config: ModelConfig, num_slots: int) -> dict[str, ParameterSpec]
 
 
 def is_expert_parameter(name: str) -> bool:
-    """Whether the first dimension of this parameter counts expert slots."""
-    return name.endswith(("moe.experts.w13", "moe.experts.w2"))
+    """Whether the first dimension of this parameter counts expert slots. All of a slot's make one bundle."""
+    return ".moe.experts." in name
+
+
+def scale_name(name: str) -> str:
+    """The block scales of an expert weight that is held in fp8."""
+    return f"{name}_scale"

@@ -28,6 +28,7 @@ def test_defaults_pass() -> None:
     [
         ({"dtype": "fp16"}, "dtype='fp16' is unknown; give auto or bfloat16 or float16 or float32."),
         ({"load_format": "pickle"}, "load_format='pickle' is unknown"),
+        ({"quantization": "int4"}, "quantization='int4' is unknown; give auto or none or fp8."),
         ({"model": ""}, "model='' is empty"),
         ({"output": ""}, "output='' is empty"),
         ({"engine__device": "tpu"}, "engine.device='tpu' is unknown"),

@@ -33,7 +33,7 @@ CONFIG = ModelConfig(
 
 def _targets(num_slots: int, device: str = "cpu", dtype: torch.dtype = torch.bfloat16) -> dict[str, Tensor]:
     return {
-        name: torch.full(spec.shape, torch.nan, dtype=torch.float32 if spec.keep_fp32 else dtype, device=device)
+        name: torch.full(spec.shape, torch.nan, dtype=spec.dtype(dtype), device=device)
         for name, spec in parameter_shapes(CONFIG, num_slots).items()
     }
 
