@@ -26,7 +26,9 @@ from kernels.checks import (
     next_power_of_2,
     uses_triton,
 )
-from kernels.linear import multiply_blocks, tile_of_program
+from kernels.dependent_launch import dependent_launch, wait_for_inputs
+from kernels.linear import multiply_blocks
+from kernels.row_tiles import most_row_tiles, slot_of_program, swiglu, tile_of_program, tiles_until_slot
 from kernels.tiles import TileConfig, device_generation, matrix_tile
 
 
@@ -58,13 +60,13 @@ def grouped_gemm_swiglu(
 # y[r, n] = sum over k, ascending and unsplit, of x[index[r], k] * w[slot, n, k], slot the one whose rows hold r
 # SWIGLU: y[r, n] = silu(that with row n of w) * (that with row N + n), N the width of y
 #   x_ptr [X, D], y_ptr [R, N], rows strided; w_ptr [S, N or 2N, D]; offsets_ptr int32 [S+1]; index_ptr int32 [R] | None
-#   grid ((cdiv(R, BLOCK_M) + S) * cdiv(N, BLOCK_N),): an upper bound, since each slot can have one row tile that is not
-#   full. A program owns one tile of one slot, found by counting row tiles in slot order; surplus programs do nothing.
-#   fp32 accumulation. Rows from the slot's end on are neither read nor written; D and N are filled up with zeros.
+#   grid (most_row_tiles * cdiv(N, BLOCK_N),): an upper bound. A program owns one tile of one slot, see row_tiles.py;
+#   surplus programs do nothing.
+#   fp32 accumulation. Rows from the slot's end on are neither read nor written; D and N are filled up with zeros where
+#   EVEN says that the tile does not divide them.
 
 
-# Sizes of the batch are not specialised on: a kernel compiled in the middle of a run would stall it.
-@triton.jit(do_not_specialize=["tiles_m"])
+@triton.jit(do_not_specialize=["num_slots"])
 def _grouped_gemm_kernel(
     x_ptr,
     w_ptr,
@@ -74,33 +76,29 @@ def _grouped_gemm_kernel(
     num_columns,
     width,
     num_slots,
-    tiles_m,
     stride_x,
     stride_ws,
     stride_wn,
     stride_y,
     SWIGLU: tl.constexpr,
+    EVEN: tl.constexpr,
     BLOCK_S: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    wait_for_inputs(PDL)
     tiles_n = tl.cdiv(num_columns, BLOCK_N)
-    tile_m, tile_n = tile_of_program(tl.program_id(0), tiles_m, tiles_n, GROUP_M)  # pyright: ignore
-    s = tl.arange(0, BLOCK_S)
-    starts = tl.load(offsets_ptr + s, mask=s < num_slots, other=0)
-    ends = tl.load(offsets_ptr + s + 1, mask=s < num_slots, other=0)
-    slot_tiles = tl.cdiv(ends - starts, BLOCK_M)
-    tiles_until = tl.cumsum(slot_tiles, axis=0)
-    slot = tl.sum((tiles_until <= tile_m).to(tl.int32), axis=0)
+    tiles_until = tiles_until_slot(offsets_ptr, num_slots, tiles_n, BLOCK_S, BLOCK_M)
+    slot, tile = slot_of_program(tiles_until, tl.program_id(0))
     if slot >= num_slots:
         return
-    own = s == slot
-    first_tile = tl.sum(tl.where(own, tiles_until - slot_tiles, 0), axis=0)
-    start, end = tl.sum(tl.where(own, starts, 0), axis=0), tl.sum(tl.where(own, ends, 0), axis=0)
+    start, end = tl.load(offsets_ptr + slot), tl.load(offsets_ptr + slot + 1)
+    tile_m, tile_n = tile_of_program(tile, tl.cdiv(end - start, BLOCK_M), tiles_n, GROUP_M)  # pyright: ignore
 
-    row = start + (tile_m - first_tile) * BLOCK_M + tl.arange(0, BLOCK_M)
+    row = start + tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
     in_m = (row < end)[:, None]
     x_row = row if index_ptr is None else tl.load(index_ptr + row, mask=row < end, other=0)
     n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -114,17 +112,17 @@ def _grouped_gemm_kernel(
     acc_up = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for first in range(0, width, BLOCK_K):
         in_k = first + k < width
-        x = tl.load(x_ptrs, mask=in_m & in_k[None, :], other=0.0)
-        w = tl.load(w_ptrs, mask=in_n & in_k[:, None], other=0.0)
+        x = tl.load(x_ptrs, mask=in_m if EVEN else in_m & in_k[None, :], other=0.0)
+        w = tl.load(w_ptrs) if EVEN else tl.load(w_ptrs, mask=in_n & in_k[:, None], other=0.0)
         acc = tl.dot(x, w, acc, input_precision="ieee")
         if SWIGLU:
-            up = tl.load(up_ptrs, mask=in_n & in_k[:, None], other=0.0)
+            up = tl.load(up_ptrs) if EVEN else tl.load(up_ptrs, mask=in_n & in_k[:, None], other=0.0)
             acc_up = tl.dot(x, up, acc_up, input_precision="ieee")
             up_ptrs += BLOCK_K
         x_ptrs += BLOCK_K
         w_ptrs += BLOCK_K
     if SWIGLU:
-        acc = tl.div_rn(acc, 1.0 + tl.exp(-acc)) * acc_up
+        acc = swiglu(acc, acc_up)
     y_ptrs = y_ptr + row.to(tl.int64)[:, None] * stride_y + n[None, :]
     tl.store(y_ptrs, acc.to(y_ptr.dtype.element_ty), mask=in_m & in_n)
 
@@ -177,10 +175,13 @@ def _launch(
     (num_rows, num_columns), (num_slots, _, width) = y_RN.shape, w_SND.shape
     # The host knows the mean alone; an uneven routing costs time, never a wrong result.
     tile = tile or matrix_tile(
-        cdiv(num_rows, num_slots), x_XD.dtype, device_generation(x_XD), num_products=2 if swiglu else 1
+        cdiv(num_rows, num_slots),
+        x_XD.dtype,
+        device_generation(x_XD),
+        num_products=2 if swiglu else 1,
     )
-    tiles_m = cdiv(num_rows, tile.block_m) + num_slots
-    _grouped_gemm_kernel[(tiles_m * cdiv(num_columns, tile.block_n),)](
+    row_tiles = most_row_tiles(num_rows, num_slots, tile.block_m)
+    _grouped_gemm_kernel[(row_tiles * cdiv(num_columns, tile.block_n),)](
         x_XD,
         w_SND,
         offsets_S1,
@@ -189,12 +190,12 @@ def _launch(
         num_columns,
         width,
         num_slots,
-        tiles_m,
         x_XD.stride(0),
         w_SND.stride(0),
         w_SND.stride(1),
         y_RN.stride(0),
         SWIGLU=swiglu,
+        EVEN=width % tile.block_k == 0 and num_columns % tile.block_n == 0,
         BLOCK_S=next_power_of_2(num_slots),
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,
@@ -202,6 +203,7 @@ def _launch(
         GROUP_M=8,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
+        **dependent_launch(x_XD),
     )
 
 

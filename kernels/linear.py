@@ -16,7 +16,16 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional
 
-from kernels.checks import assert_last_contiguous, assert_same_device, assert_shape, cdiv, uses_triton
+from kernels.checks import (
+    assert_last_contiguous,
+    assert_same_device,
+    assert_shape,
+    cdiv,
+    next_power_of_2,
+    uses_triton,
+)
+from kernels.dependent_launch import dependent_launch, wait_for_inputs
+from kernels.row_tiles import tile_of_program
 from kernels.tiles import TileConfig, device_generation, matrix_tile
 
 CPU_BLOCK = 32
@@ -46,16 +55,18 @@ def head_linear(x_BHK: Tensor, w_HNK: Tensor) -> Tensor:
 # y[h, m, n] = sum over k, ascending and unsplit, of x[h, m, k] * w[h, n, k], + bias[n]
 #   x_ptr [M, K] and y_ptr [M, N] per head, w_ptr [N, K] per head, rows strided, the last dimension of each together;
 #   bias_ptr [N] or None. grid (cdiv(M, BLOCK_M) * cdiv(N, BLOCK_N), heads): a program owns one tile of y.
-#   fp32 accumulation. Rows from M on and columns from N on are read as zero and not written; K is filled up with zeros.
+#   fp32 accumulation. Rows from M on and columns from N on are read as zero and not written; K is filled up with zeros
+#   (EVEN: the tile divides N and K, and weights are read without a mask).
 
 
 @triton.jit
-def tile_of_program(program, tiles_m, tiles_n, GROUP_M: tl.constexpr):
-    """(row tile, column tile): GROUP_M row tiles share a column's weights while those are in the L2 cache."""
-    per_group = GROUP_M * tiles_n
-    first_m = (program // per_group) * GROUP_M
-    rows = min(tiles_m - first_m, GROUP_M)
-    return first_m + (program % per_group) % rows, (program % per_group) // rows
+def prefetch_rows(row_ptrs, LINES: tl.constexpr):
+    """Ask for the first LINES cache lines, of 128 bytes, of each row. Nothing waits for them."""
+    line = tl.arange(0, LINES) * 128
+    address = row_ptrs.to(tl.int64)[:, None] + line[None, :]
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [address], dtype=tl.int32, is_pure=False, pack=1
+    )
 
 
 # Sizes of the batch are not specialised on: a kernel compiled in the middle of a run would stall it.
@@ -75,16 +86,24 @@ def _linear_kernel(
     stride_ym,
     stride_yh,
     WIDE: tl.constexpr,
+    EVEN: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
+    PREFETCH: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     head = tl.program_id(1).to(tl.int64)
     tiles_m, tiles_n = tl.cdiv(num_rows, BLOCK_M), tl.cdiv(num_columns, BLOCK_N)
     tile_m, tile_n = tile_of_program(tl.program_id(0), tiles_m, tiles_n, GROUP_M)  # pyright: ignore
     m = tile_m.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = tile_n.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    if PDL and PREFETCH:
+        # Weights are no work of this step: they may come into the L2 cache while the kernels before this one still run.
+        rows = w_ptr + head * stride_wh + tl.minimum(n, num_columns - 1) * stride_wn
+        prefetch_rows(rows, PREFETCH)
+    wait_for_inputs(PDL)
     k = tl.arange(0, BLOCK_K)
     x_ptrs = x_ptr + head * stride_xh + m[:, None] * stride_xm + k[None, :]
     w_ptrs = w_ptr + head * stride_wh + n[None, :] * stride_wn + k[:, None]
@@ -92,8 +111,8 @@ def _linear_kernel(
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for start in range(0, width, BLOCK_K):
         in_k = start + k < width
-        x = tl.load(x_ptrs, mask=in_m & in_k[None, :], other=0.0)
-        w = tl.load(w_ptrs, mask=in_n & in_k[:, None], other=0.0)
+        x = tl.load(x_ptrs, mask=in_m if EVEN else in_m & in_k[None, :], other=0.0)
+        w = tl.load(w_ptrs) if EVEN else tl.load(w_ptrs, mask=in_n & in_k[:, None], other=0.0)
         if WIDE:
             x, w = x.to(tl.float32), w.to(tl.float32)
         acc = tl.dot(x, w, acc, input_precision="ieee")
@@ -136,6 +155,8 @@ def _launch(x_MHK: Tensor, w_HNK: Tensor, bias_N: Tensor | None, y_MHN: Tensor, 
         return
     operand_dtype = torch.promote_types(x_MHK.dtype, w_HNK.dtype)
     tile = tile or matrix_tile(num_rows, operand_dtype, device_generation(x_MHK))
+    # Lines of a row that are asked for early: the whole row or 4 KiB, where few rows leave the time to the weights.
+    prefetch = min(32, next_power_of_2(width * w_HNK.element_size() // 128 + 1) // 2) if num_rows <= 64 else 0
     _linear_kernel[(cdiv(num_rows, tile.block_m) * cdiv(num_columns, tile.block_n), num_heads)](
         x_MHK,
         w_HNK,
@@ -151,12 +172,15 @@ def _launch(x_MHK: Tensor, w_HNK: Tensor, bias_N: Tensor | None, y_MHN: Tensor, 
         y_MHN.stride(0),
         y_MHN.stride(1),
         WIDE=x_MHK.dtype != w_HNK.dtype,
+        EVEN=width % tile.block_k == 0 and num_columns % tile.block_n == 0,
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,
         BLOCK_K=tile.block_k,
         GROUP_M=8,
+        PREFETCH=prefetch,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
+        **dependent_launch(x_MHK),
     )
 
 

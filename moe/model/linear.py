@@ -1,14 +1,15 @@
 """Matrix products with a parameter, and which implementation each shape uses. Knows nothing of layers.
 
 A row's bits must not depend on how many rows are multiplied with it. On a GPU the vendor library keeps to that except
-where it splits K for some numbers of rows, so each shape is tried once after loading: equal bits for every number of
-rows in a list gives it to the library, any difference gives it to the unsplit kernel. On the CPU the unsplit product
-(blocks of 32 rows) is always used: there the library's rows change with their number.
+where it splits K for some numbers of rows, all of them small; where it does not split, its bits are those of the
+unsplit kernel. So each shape is tried once after loading, for a list of numbers of rows: from the number on where both
+agree the library multiplies, below it the unsplit kernel, which is the faster one there anyway. On the CPU the unsplit
+product (blocks of 32 rows) is always used: there the library's rows change with their number.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +23,13 @@ TRIED_ROWS = (
     *(1, 2, 3, 4, 5, 7, 8, 9, 12, 15, 16, 17, 24, 31, 32, 33, 40, 48, 63, 64, 65, 80, 96, 100, 127, 128, 129, 160),
     *(192, 200, 255, 256, 257, 320, 384, 400, 511, 512, 513, 640, 777, 896, 1000, 1023, 1024, 2000, 4096),
 )
+
+
+FEW_ROWS = 64
+"""To here the time goes into reading the weight, which the unsplit kernel does as fast as the library or faster."""
+
+MANY_ROWS = 1024
+"""A library that still splits K for so many rows is not used at all."""
 
 
 def forbid_split_k() -> None:
@@ -70,29 +78,40 @@ class Parameters:
         return self.linears[name]
 
     def choose_products(self) -> dict[str, str]:
-        """Try each distinct shape once on its device; returns shape -> "library" or "unsplit"."""
-        chosen: dict[tuple[int, int, bool], bool] = {}
+        """Try each distinct shape once on its device; returns shape -> which product serves which numbers of rows."""
+        chosen: dict[tuple[int, int, bool], tuple[str, Product]] = {}
         for linear in self.linears.values():
             num_outputs, num_inputs = linear.weight_NK.shape
             shape = (num_outputs, num_inputs, linear.bias_N is not None)
             if shape not in chosen:
-                chosen[shape] = linear.weight_NK.is_cuda and library_keeps_bits(linear.weight_NK, linear.bias_N)
-            if chosen[shape]:
-                linear.product = F.linear
-        return {
-            f"[{n}, {k}]{' + bias' if bias else ''}": "library" if library else "unsplit"
-            for (n, k, bias), library in chosen.items()
-        }
+                chosen[shape] = ("unsplit", linear.product)
+                if linear.weight_NK.is_cuda:
+                    chosen[shape] = product_of_rows(rows_that_differ(linear.weight_NK, linear.bias_N), linear.product)
+            linear.product = chosen[shape][1]
+        return {f"[{n}, {k}]{' + bias' if bias else ''}": words for (n, k, bias), (words, _) in chosen.items()}
 
 
-def library_keeps_bits(weight_NK: Tensor, bias_N: Tensor | None = None) -> bool:
-    """Whether the library gives every row the same bits for all numbers of rows in TRIED_ROWS."""
-    most = max(TRIED_ROWS)
+def rows_that_differ(weight_NK: Tensor, bias_N: Tensor | None, unsplit: Product = linear_triton) -> list[int]:
+    """The numbers of rows in TRIED_ROWS for which the library's bits are not those of the unsplit product."""
     generator = torch.Generator(device=weight_NK.device).manual_seed(0)
-    x_MK = torch.randn(most, weight_NK.shape[1], generator=generator, device=weight_NK.device)
+    x_MK = torch.randn(max(TRIED_ROWS), weight_NK.shape[1], generator=generator, device=weight_NK.device)
     x_MK = x_MK.to(weight_NK.dtype)
-    whole_MN = F.linear(x_MK, weight_NK, bias_N)
-    differs = torch.zeros((), dtype=torch.bool, device=weight_NK.device)
-    for rows in TRIED_ROWS:
-        differs |= (F.linear(x_MK[:rows], weight_NK, bias_N) != whole_MN[:rows]).any()
-    return not bool(differs)
+    whole_MN = unsplit(x_MK, weight_NK, bias_N)
+    differs = torch.stack([(F.linear(x_MK[:rows], weight_NK, bias_N) != whole_MN[:rows]).any() for rows in TRIED_ROWS])
+    return [rows for rows, one in zip(TRIED_ROWS, differs.tolist()) if one]
+
+
+def product_of_rows(differing: Sequence[int], unsplit: Product) -> tuple[str, Product]:
+    """What serves a shape whose library product differs from the unsplit one at these numbers of rows, in words too.
+
+    The library takes over above the last number of rows where it differs, if that is not so large that hardly a step
+    would gain.
+    """
+    most = max((*differing, FEW_ROWS))
+    if most >= MANY_ROWS:
+        return "unsplit", unsplit
+
+    def product(x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:
+        return (unsplit if x_MK.shape[0] <= most else F.linear)(x_MK, weight_NK, bias_N)
+
+    return f"unsplit to {most} rows, library above", product

@@ -209,7 +209,7 @@ def test_C16_weights_beyond_2_31_elements():
 @aot
 def test_compiles_for_one_slot_and_one_column():
     """Triton compiles an argument that is 1 into the kernel."""
-    args: dict[str, object] = {"num_columns": 1, "width": "i32", "num_slots": 1, "tiles_m": "i32"}
+    args: dict[str, object] = {"num_columns": 1, "width": "i32", "num_slots": "i32", "EVEN": False, "PDL": True}
     args |= {"stride_x": "i32", "stride_ws": "i32", "stride_wn": "i32", "stride_y": 1}
     args |= {"x_ptr": "*bf16", "w_ptr": "*bf16", "offsets_ptr": "*i32", "index_ptr": "*i32", "y_ptr": "*bf16"}
     args |= {"SWIGLU": True, "BLOCK_S": 1, "GROUP_M": 8, "BLOCK_M": 16, "BLOCK_N": 32, "BLOCK_K": 32}
@@ -218,11 +218,11 @@ def test_compiles_for_one_slot_and_one_column():
 
 @aot
 @pytest.mark.parametrize("swiglu", [False, True], ids=["plain", "swiglu"])
-@pytest.mark.parametrize("rows", [1, 4096])
+@pytest.mark.parametrize(("rows", "even"), [(1, True), (4096, True), (4096, False)])
 @pytest.mark.parametrize("arch", ARCHS)
-def test_compiles(arch, rows, swiglu):
+def test_compiles(arch, rows, even, swiglu):
     tile = matrix_tile(rows, torch.bfloat16, arch // 10, num_products=2 if swiglu else 1)
-    args: dict[str, object] = {"num_columns": "i32", "width": "i32", "num_slots": "i32", "tiles_m": "i32"}
+    args: dict[str, object] = {"num_columns": "i32", "width": "i32", "num_slots": "i32", "EVEN": even, "PDL": arch >= 90}
     args |= {"stride_x": "i32", "stride_ws": "i64", "stride_wn": "i32", "stride_y": "i32"}
     args |= {"x_ptr": "*bf16", "w_ptr": "*bf16", "offsets_ptr": "*i32", "y_ptr": "*bf16"}
     args |= {"index_ptr": "*i32" if swiglu else None, "SWIGLU": swiglu, "BLOCK_S": 128, "GROUP_M": 8}

@@ -178,5 +178,6 @@ def test_compiles(arch, rows):
     args: dict[str, object] = {"num_rows": "i32", "num_columns": "i32", "width": "i32"}
     args |= {f"stride_{name}": "i32" for name in ("xm", "xh", "wn", "wh", "ym", "yh")}
     args |= {"x_ptr": "*bf16", "w_ptr": "*bf16", "bias_ptr": "*bf16", "y_ptr": "*fp32", "WIDE": False, "GROUP_M": 8}
+    args |= {"EVEN": rows == 1, "PREFETCH": 32, "PDL": arch >= 90}
     args |= {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k}
     assert compile_ahead(_linear_kernel, arch, args, num_warps=tile.num_warps, num_stages=tile.num_stages)

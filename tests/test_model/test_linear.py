@@ -6,7 +6,16 @@ import pytest
 import torch
 
 from kernels.linear import linear_reference
-from moe.model.linear import TRIED_ROWS, Linear, Parameters, forbid_split_k, library_keeps_bits
+from moe.model.linear import (
+    FEW_ROWS,
+    MANY_ROWS,
+    TRIED_ROWS,
+    Linear,
+    Parameters,
+    forbid_split_k,
+    product_of_rows,
+    rows_that_differ,
+)
 from tests.compare import assert_same_bits, max_rel
 
 
@@ -49,7 +58,7 @@ def test_cpu_rows_do_not_depend_on_their_number(dtype: torch.dtype) -> None:
 
 
 def test_a_library_that_changes_its_rows_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stand-in library whose rows differ for one odd size only is refused; one that never differs is taken."""
+    """A stand-in library whose rows differ for one odd size only; one that never differs; one that always does."""
     weight_NK = torch.randn(8, 16)
 
     def steady(x_MK, w_NK, bias_N=None):
@@ -58,11 +67,34 @@ def test_a_library_that_changes_its_rows_is_found_out(monkeypatch: pytest.Monkey
     def fickle(x_MK, w_NK, bias_N=None):
         return steady(x_MK, w_NK) * (1 + 1e-6 * (x_MK.shape[0] == 777))
 
-    assert 777 in TRIED_ROWS
     monkeypatch.setattr("moe.model.linear.F.linear", steady)
-    assert library_keeps_bits(weight_NK)
+    assert rows_that_differ(weight_NK, None, steady) == []
+    assert rows_that_differ(weight_NK, None, lambda x, w, b: steady(x, w) + 1.0) == list(TRIED_ROWS)
     monkeypatch.setattr("moe.model.linear.F.linear", fickle)
-    assert not library_keeps_bits(weight_NK)
+    assert rows_that_differ(weight_NK, None, steady) == [777]
+
+
+def test_the_library_takes_over_above_the_last_number_of_rows_where_it_differs(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[str, int]] = []
+
+    def named(name):
+        def product(x_MK, weight_NK, bias_N=None):
+            calls.append((name, x_MK.shape[0]))
+            return x_MK @ weight_NK.T
+
+        return product
+
+    monkeypatch.setattr("moe.model.linear.F.linear", named("library"))
+    weight_NK = torch.randn(8, 16)
+    for differing, last_unsplit in (([], FEW_ROWS), ([3, 48], FEW_ROWS), ([3, 256], 256)):
+        words, product = product_of_rows(differing, named("unsplit"))
+        assert words == f"unsplit to {last_unsplit} rows, library above"
+        calls.clear()
+        for rows in (1, last_unsplit, last_unsplit + 1):
+            product(torch.randn(rows, 16), weight_NK, None)
+        assert calls == [("unsplit", 1), ("unsplit", last_unsplit), ("library", last_unsplit + 1)]
+    unsplit = named("unsplit")
+    assert product_of_rows([8, MANY_ROWS], unsplit) == ("unsplit", unsplit)
 
 
 @pytest.mark.gpu

@@ -1,0 +1,53 @@
+"""Which slot's rows a program owns: ragged rows are cut into row tiles, slot by slot, and each into column tiles.
+
+Knows offsets and tile sizes; knows nothing of what is computed. The host never reads the offsets: it launches an upper
+bound of programs, and each finds its tile by counting those of the slots before.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+def most_row_tiles(num_rows: int, num_slots: int, block_m: int) -> int:
+    """The most row tiles that `num_rows` rows can make, whatever their slots.
+
+    Of the n = min(rows, slots) slots that can hold a row at all, each fills its tiles but for block_m - 1 rows at most.
+
+    >>> most_row_tiles(8, 128, 16), most_row_tiles(512, 128, 16), most_row_tiles(100, 1, 32)
+    (8, 152, 4)
+    """
+    return (num_rows + min(num_rows, num_slots) * (block_m - 1)) // block_m
+
+
+@triton.jit
+def tile_of_program(program, tiles_m, tiles_n, GROUP_M: tl.constexpr):
+    """(row tile, column tile): GROUP_M row tiles share a column's weights while those are in the L2 cache."""
+    per_group = GROUP_M * tiles_n
+    first_m = (program // per_group) * GROUP_M
+    rows = min(tiles_m - first_m, GROUP_M)
+    return first_m + (program % per_group) % rows, (program % per_group) // rows
+
+
+@triton.jit
+def tiles_until_slot(offsets_ptr, num_slots, tiles_n, BLOCK_S: tl.constexpr, BLOCK_M: tl.constexpr):
+    """int32 [BLOCK_S]: the tiles of this slot and of all before it."""
+    s = tl.arange(0, BLOCK_S)
+    starts = tl.load(offsets_ptr + s, mask=s < num_slots, other=0)
+    ends = tl.load(offsets_ptr + s + 1, mask=s < num_slots, other=0)
+    return tl.cumsum(tl.cdiv(ends - starts, BLOCK_M) * tiles_n, axis=0)
+
+
+@triton.jit
+def slot_of_program(tiles_until, program):
+    """(slot, the program's number among those of its slot); a slot past the last one where there is nothing to do."""
+    passed = tiles_until <= program
+    slot = tl.sum(passed.to(tl.int32), axis=0)
+    return slot, program - tl.max(tl.where(passed, tiles_until, 0), axis=0)
+
+
+@triton.jit
+def swiglu(gate, up):
+    """silu(gate) * up in fp32."""
+    return tl.div_rn(gate, 1.0 + tl.exp(-gate)) * up

@@ -1,0 +1,72 @@
+"""Ragged rows cut into tiles: the bound is the most there can be, and every tile belongs to exactly one program."""
+
+from __future__ import annotations
+
+import doctest
+from collections.abc import Iterator
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from kernels import row_tiles
+from kernels.checks import cdiv, next_power_of_2
+from kernels.row_tiles import most_row_tiles, slot_of_program, tile_of_program, tiles_until_slot
+
+
+def splits(num_rows: int, num_slots: int) -> Iterator[tuple[int, ...]]:
+    """All ways to spread rows over slots."""
+    if num_slots == 1:
+        yield (num_rows,)
+        return
+    for first in range(num_rows + 1):
+        for others in splits(num_rows - first, num_slots - 1):
+            yield (first, *others)
+
+
+@pytest.mark.parametrize("block_m", [1, 2, 3, 4])
+@pytest.mark.parametrize("num_slots", [1, 2, 4])
+def test_the_bound_is_met_and_never_passed(num_slots, block_m):
+    for num_rows in range(10):
+        most = max(sum(cdiv(count, block_m) for count in split) for split in splits(num_rows, num_slots))
+        assert most_row_tiles(num_rows, num_slots, block_m) == most
+
+
+def test_worked_examples():
+    assert doctest.testmod(row_tiles).failed == 0
+
+
+@triton.jit
+def _owners_kernel(
+    offsets_ptr, out_ptr, num_slots, tiles_n, BLOCK_S: tl.constexpr, BLOCK_M: tl.constexpr, GROUP_M: tl.constexpr
+):
+    """out int32 [programs, 3]: slot, row tile, column tile; untouched where there is nothing to do."""
+    program = tl.program_id(0)
+    slot, tile = slot_of_program(tiles_until_slot(offsets_ptr, num_slots, tiles_n, BLOCK_S, BLOCK_M), program)
+    if slot >= num_slots:
+        return
+    rows = tl.load(offsets_ptr + slot + 1) - tl.load(offsets_ptr + slot)
+    tile_m, tile_n = tile_of_program(tile, tl.cdiv(rows, BLOCK_M), tiles_n, GROUP_M)  # pyright: ignore
+    tl.store(out_ptr + program * 3, slot)
+    tl.store(out_ptr + program * 3 + 1, tile_m)
+    tl.store(out_ptr + program * 3 + 2, tile_n)
+
+
+@pytest.mark.parametrize("counts", [(5,), (0, 3, 0, 0, 9, 1, 0), (0, 0, 0), (4, 4, 4), (0, 17)])
+@pytest.mark.parametrize("tiles_n", [1, 3])
+def test_every_tile_has_one_owner_slot_by_slot(backend, counts, tiles_n):
+    if backend.dtype != torch.float32:
+        pytest.skip("no data of the model's dtype here")
+    block_m, num_rows = 4, sum(counts) + 2
+    programs = most_row_tiles(num_rows, len(counts), block_m) * tiles_n
+    offsets_S1 = torch.tensor([0, *counts]).cumsum(0).to(backend.device, torch.int32)
+    owners = torch.full((programs, 3), -1, dtype=torch.int32, device=backend.device)
+    _owners_kernel[(programs,)](
+        offsets_S1, owners, len(counts), tiles_n, BLOCK_S=next_power_of_2(len(counts)), BLOCK_M=block_m, GROUP_M=2
+    )
+    found = [tuple(owner) for owner in owners.tolist() if owner[0] >= 0]
+    expected = [
+        (s, m, n) for s, count in enumerate(counts) for m in range(cdiv(count, block_m)) for n in range(tiles_n)
+    ]
+    assert sorted(found) == expected and [slot for slot, _, _ in found] == [slot for slot, _, _ in expected]
