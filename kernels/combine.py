@@ -1,4 +1,4 @@
-"""The weighted sum of a token's expert rows, in routing order.
+"""The weighted sum of a token's expert rows, in routing order; and, in one launch with it, the norm that follows.
 
 Knows rows and weights; knows neither experts nor ranks. The order k = 0..K-1 is the router's, never the placement's, so
 the sum has the same bits wherever the experts live.
@@ -15,14 +15,13 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.checks import (
-    assert_dtype,
     assert_last_contiguous,
-    assert_same_device,
-    assert_shape,
     cdiv,
     next_power_of_2,
     uses_triton,
 )
+from kernels.dependent_launch import dependent_launch, wait_for_inputs
+from kernels.rmsnorm import norm_tile, rms_apply, rms_scale, rmsnorm_residual_reference
 
 
 def combine(y_RD: Tensor, packed_row_TK: Tensor, weights_TK: Tensor) -> Tensor:
@@ -34,25 +33,120 @@ def combine(y_RD: Tensor, packed_row_TK: Tensor, weights_TK: Tensor) -> Tensor:
     return (combine_triton if uses_triton(y_RD) else combine_reference)(y_RD, packed_row_TK, weights_TK)
 
 
+def combine_norm(
+    y_RD: Tensor,
+    packed_row_TK: Tensor,
+    weights_TK: Tensor,
+    residual_TD: Tensor,
+    norm_D: Tensor,
+    eps: float,
+    shared_TD: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`rmsnorm_residual` of `combine` (+ shared): (normalised rows, new residual), each in the model dtype.
+
+    Every step rounds as it does alone: the sum, the sum with the shared rows, the new residual. `combine_norm_reference`
+    is the definition.
+    """
+    run = combine_norm_triton if uses_triton(y_RD) else combine_norm_reference
+    return run(y_RD, packed_row_TK, weights_TK, residual_TD, norm_D, eps, shared_TD)
+
+
+_UNROLLED = tl.constexpr(16)
+"""Up to so many experts a token, all its rows are asked for before the first arrives; beyond, one after another."""
+
 # out_TD[t] = sum over k of weights_TK[t,k] * y_RD[packed_row_TK[t,k]]   (fp32, k ascending; row -1 adds nothing)
 #   y_ptr [R, D], rows strided; row_ptr int32 [T, K]; weights_ptr fp32 [T, K]; out_ptr [T, D]
 #   grid (T, cdiv(D, BLOCK_D)): a program owns BLOCK_D columns of one token; columns from D on are not touched
 
 
 @triton.jit
+def _add_expert(total, y_ptr, row_ptr, weights_ptr, choice, in_batch, d, num_columns, stride_y):
+    """total + the weighted columns d of the row of one choice (an index into [T, K], or a column of them)."""
+    row = tl.load(row_ptr + choice, mask=in_batch, other=-1)
+    here = row >= 0
+    weight = tl.load(weights_ptr + choice, mask=here, other=0.0)
+    y = tl.load(y_ptr + row.to(tl.int64) * stride_y + d, mask=here & (d < num_columns), other=0.0)
+    return total + weight * y.to(tl.float32)
+
+
+@triton.jit
+def _add_experts(total, y_ptr, row_ptr, weights_ptr, token, in_batch, d, num_columns, stride_y, TOP_K: tl.constexpr):
+    """total + the weighted columns d of all rows of a token, k ascending."""
+    if TOP_K <= _UNROLLED:
+        for k in tl.static_range(TOP_K):
+            choice = token * TOP_K + k
+            total = _add_expert(total, y_ptr, row_ptr, weights_ptr, choice, in_batch, d, num_columns, stride_y)
+    else:
+        for k in range(TOP_K):
+            choice = token * TOP_K + k
+            total = _add_expert(total, y_ptr, row_ptr, weights_ptr, choice, in_batch, d, num_columns, stride_y)
+    return total
+
+
+@triton.jit
 def _combine_kernel(
-    y_ptr, row_ptr, weights_ptr, out_ptr, num_columns, stride_y, TOP_K: tl.constexpr, BLOCK_D: tl.constexpr
+    y_ptr,
+    row_ptr,
+    weights_ptr,
+    out_ptr,
+    num_columns,
+    stride_y,
+    TOP_K: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    wait_for_inputs(PDL)
     token = tl.program_id(0).to(tl.int64)
     d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     total = tl.zeros((BLOCK_D,), tl.float32)
-    for k in range(TOP_K):
-        row = tl.load(row_ptr + token * TOP_K + k)
-        here = row >= 0
-        weight = tl.load(weights_ptr + token * TOP_K + k, mask=here, other=0.0)
-        y = tl.load(y_ptr + row.to(tl.int64) * stride_y + d, mask=here & (d < num_columns), other=0.0)
-        total += weight * y.to(tl.float32)
+    total = _add_experts(total, y_ptr, row_ptr, weights_ptr, token, True, d, num_columns, stride_y, TOP_K)
     tl.store(out_ptr + token * num_columns + d, total.to(out_ptr.dtype.element_ty), mask=d < num_columns)
+
+
+# sum[t] = cast(cast(combined[t] + shared[t]) + residual[t]); out[t] = norm(sum[t]); combined as above, cast
+#   as above, and shared_ptr [T, D] or None, residual_ptr [T, D], rows strided; norm_ptr [D]; out_ptr, sum_ptr [T, D]
+#   grid (cdiv(T, BLOCK_R),): a program owns BLOCK_R whole rows, in the tile of rmsnorm.py; the rest is masked
+
+
+# Sizes of the batch are not specialised on: a kernel compiled in the middle of a run would stall it.
+@triton.jit(do_not_specialize=["num_tokens"])
+def _combine_norm_kernel(
+    y_ptr,
+    row_ptr,
+    weights_ptr,
+    shared_ptr,
+    residual_ptr,
+    norm_ptr,
+    out_ptr,
+    sum_ptr,
+    num_tokens,
+    num_columns,
+    stride_y,
+    stride_shared,
+    stride_residual,
+    eps,
+    TOP_K: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    wait_for_inputs(PDL)
+    token = (tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R))[:, None]
+    d = tl.arange(0, BLOCK_D)[None, :]
+    in_batch = token < num_tokens
+    used = in_batch & (d < num_columns)
+    residual = tl.load(residual_ptr + token * stride_residual + d, mask=used, other=0.0)
+    norm = tl.load(norm_ptr + d, mask=d < num_columns, other=0.0)
+    total = tl.zeros((BLOCK_R, BLOCK_D), tl.float32)
+    total = _add_experts(total, y_ptr, row_ptr, weights_ptr, token, in_batch, d, num_columns, stride_y, TOP_K)
+    x = total.to(residual.dtype)
+    if shared_ptr is not None:
+        shared = tl.load(shared_ptr + token * stride_shared + d, mask=used, other=0.0)
+        x = (x.to(tl.float32) + shared.to(tl.float32)).to(x.dtype)
+    x = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
+    place = token * num_columns + d
+    tl.store(sum_ptr + place, x, mask=used)
+    tl.store(out_ptr + place, rms_apply(x, rms_scale(x, num_columns, eps), norm), mask=used)
 
 
 def combine_triton(y_RD: Tensor, packed_row_TK: Tensor, weights_TK: Tensor) -> Tensor:
@@ -73,18 +167,73 @@ def combine_triton(y_RD: Tensor, packed_row_TK: Tensor, weights_TK: Tensor) -> T
         TOP_K=top_k,
         BLOCK_D=block_d,
         num_warps=4,
+        **dependent_launch(y_RD),
     )
     return out_TD
 
 
+def combine_norm_triton(
+    y_RD: Tensor,
+    packed_row_TK: Tensor,
+    weights_TK: Tensor,
+    residual_TD: Tensor,
+    norm_D: Tensor,
+    eps: float,
+    shared_TD: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`combine_norm` as one launch."""
+    _check_operands(y_RD, packed_row_TK, weights_TK)
+    _check_norm(y_RD, packed_row_TK, residual_TD, norm_D, shared_TD)
+    (num_tokens, top_k), num_columns = packed_row_TK.shape, y_RD.shape[1]
+    out_TD, sum_TD = (y_RD.new_empty(num_tokens, num_columns) for _ in range(2))
+    if out_TD.numel() == 0:
+        return out_TD, sum_TD
+    block_r, block_d, num_warps = norm_tile(num_columns)
+    _combine_norm_kernel[(cdiv(num_tokens, block_r),)](
+        y_RD,
+        packed_row_TK.contiguous(),
+        weights_TK.contiguous(),
+        shared_TD,
+        residual_TD,
+        norm_D,
+        out_TD,
+        sum_TD,
+        num_tokens,
+        num_columns,
+        y_RD.stride(0),
+        0 if shared_TD is None else shared_TD.stride(0),
+        residual_TD.stride(0),
+        eps,
+        TOP_K=top_k,
+        BLOCK_R=block_r,
+        BLOCK_D=block_d,
+        num_warps=num_warps,
+        **dependent_launch(y_RD),
+    )
+    return out_TD, sum_TD
+
+
 def _check_operands(y_RD: Tensor, packed_row_TK: Tensor, weights_TK: Tensor) -> None:
-    assert_shape("y_RD", y_RD, (None, None))
+    """Few comparisons: this runs before every launch of a layer, and the device waits for it."""
+    assert y_RD.dim() == packed_row_TK.dim() == 2, f"y_RD {y_RD.shape}, packed_row_TK {packed_row_TK.shape}"
     assert_last_contiguous("y_RD", y_RD)
-    assert_shape("packed_row_TK", packed_row_TK, (None, None))
-    assert_dtype("packed_row_TK", packed_row_TK, torch.int32)
-    assert_shape("weights_TK", weights_TK, tuple(packed_row_TK.shape))
-    assert_dtype("weights_TK", weights_TK, torch.float32)
-    assert_same_device(y_RD, packed_row_TK=packed_row_TK, weights_TK=weights_TK)
+    given = (packed_row_TK.dtype, weights_TK.dtype, weights_TK.shape, packed_row_TK.device, weights_TK.device)
+    wanted = (torch.int32, torch.float32, packed_row_TK.shape, y_RD.device, y_RD.device)
+    assert given == wanted, f"rows and weights of the choices are {given}, wanted {wanted}"
+
+
+def _check_norm(
+    y_RD: Tensor, packed_row_TK: Tensor, residual_TD: Tensor, norm_D: Tensor, shared_TD: Tensor | None
+) -> None:
+    shape = (packed_row_TK.shape[0], y_RD.shape[1])
+    given = (residual_TD.shape, norm_D.shape, residual_TD.dtype, norm_D.dtype, residual_TD.device, norm_D.device)
+    wanted = (shape, shape[1:], y_RD.dtype, y_RD.dtype, y_RD.device, y_RD.device)
+    assert given == wanted, f"residual and norm are {given}, wanted {wanted}"
+    assert_last_contiguous("residual_TD", residual_TD)
+    if shared_TD is not None:
+        given, wanted = (shared_TD.shape, shared_TD.dtype, shared_TD.device), (shape, y_RD.dtype, y_RD.device)
+        assert given == wanted, f"the shared rows are {given}, wanted {wanted}"
+        assert_last_contiguous("shared_TD", shared_TD)
 
 
 def combine_reference(y_RD: Tensor, packed_row_TK: Tensor, weights_TK: Tensor) -> Tensor:
@@ -99,3 +248,20 @@ def combine_reference(y_RD: Tensor, packed_row_TK: Tensor, weights_TK: Tensor) -
         term_TD = weights_TK[:, k : k + 1] * y_RD[row_T.clamp_min(0)].float()
         sum_TD += term_TD.masked_fill((row_T < 0).unsqueeze(1), 0.0)
     return sum_TD.to(y_RD.dtype)
+
+
+def combine_norm_reference(
+    y_RD: Tensor,
+    packed_row_TK: Tensor,
+    weights_TK: Tensor,
+    residual_TD: Tensor,
+    norm_D: Tensor,
+    eps: float,
+    shared_TD: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The definition, and the CPU's product path: the references of sum and norm, one after another."""
+    _check_norm(y_RD, packed_row_TK, residual_TD, norm_D, shared_TD)
+    out_TD = combine_reference(y_RD, packed_row_TK, weights_TK)
+    if shared_TD is not None:
+        out_TD += shared_TD
+    return rmsnorm_residual_reference(out_TD, residual_TD, norm_D, eps)

@@ -24,6 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.checks import assert_dtype, assert_same_device, assert_shape, cdiv, next_power_of_2, uses_triton
+from kernels.dependent_launch import dependent_launch, wait_for_inputs
 
 
 class Packed(NamedTuple):
@@ -47,10 +48,13 @@ def pack(expert_ids_TK: Tensor, slot_of_E: Tensor, num_slots: int) -> Packed:
 
 
 _ONE_LAUNCH_ROWS = 4096
-"""Up to here every pair of rows is compared, in one launch; above, counts are taken first. Not yet tuned on a GPU."""
+"""Up to here every slot's program reads all rows, in one launch; above, counts are taken first."""
 
 _BLOCK = 128
-"""Rows per program; those of one block are ranked by comparing each with each."""
+"""Many rows: rows per program; those of one block are ranked by comparing each with each."""
+
+_SCAN = 1024
+"""Few rows: rows that a slot's program takes at once."""
 
 
 @triton.jit
@@ -64,15 +68,24 @@ def _load_slots(ids_ptr, slot_of_ptr, row, num_rows, num_experts, num_slots):
     return tl.where(in_range, slot, num_slots + 1)
 
 
-# Few rows, one launch. Every program answers BLOCK questions "how many rows come before (slot, index)?": for row i its
-# own (slot_i, i), which is its packed row; for offset s (s, 0), which is the number of rows in slots below s.
+# Few rows, one launch. A slot's program reads the slots of all rows: the rows of lower slots, counted, are its offset, its
+# own follow from there in ascending order. The program behind the last slot writes the last offset and the rows of none.
 #   ids_ptr int32 [R]; slot_of_ptr int32 [E]; row_token_ptr int32 [R]; packed_row_ptr int32 [R]; offsets_ptr int32 [S+1]
-#   grid (cdiv(R, BLOCK) + cdiv(S+1, BLOCK),): first the rows, then the offsets
+#   grid (S + 1,): a program owns one slot. Sums of integers: no order to see.
+
+
+@triton.jit
+def _write_rows(row_token_ptr, packed_row_ptr, row, mine, first, has_slot, TOP_K: tl.constexpr):
+    """Rows that are `mine` take the places from `first` on, or none; returns how many there are."""
+    packed = first + tl.cumsum(mine.to(tl.int32), axis=0) - 1
+    tl.store(packed_row_ptr + row, tl.where(has_slot, packed, -1), mask=mine)
+    tl.store(row_token_ptr + packed, row // TOP_K, mask=mine & has_slot)
+    return tl.sum(mine.to(tl.int32), axis=0)
 
 
 # Sizes of the batch are not specialised on: a kernel compiled in the middle of a run would stall it.
 @triton.jit(do_not_specialize=["num_rows"])
-def _pack_pairs_kernel(
+def _pack_slots_kernel(
     ids_ptr,
     slot_of_ptr,
     row_token_ptr,
@@ -83,29 +96,24 @@ def _pack_pairs_kernel(
     num_slots,
     TOP_K: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    row_programs = tl.cdiv(num_rows, BLOCK)
-    answers_rows = tl.program_id(0) < row_programs
-    lane = tl.arange(0, BLOCK)
-    row = tl.where(answers_rows, tl.program_id(0) * BLOCK, num_rows) + lane
-    bound = (tl.program_id(0) - row_programs) * BLOCK + lane
-    own_slot = _load_slots(ids_ptr, slot_of_ptr, row, num_rows, num_experts, num_slots)
-    slot = tl.where(answers_rows, own_slot, bound)
-    index = tl.where(answers_rows, row, 0)
-    before = tl.zeros((BLOCK,), tl.int32)
-    for start in range(0, num_rows, BLOCK):
-        other = start + tl.arange(0, BLOCK)
-        other_slot = _load_slots(ids_ptr, slot_of_ptr, other, num_rows, num_experts, num_slots)
-        comes_before = (other_slot[None, :] < slot[:, None]) | (
-            (other_slot[None, :] == slot[:, None]) & (other[None, :] < index[:, None])
-        )
-        before += tl.sum(comes_before.to(tl.int32), axis=1)
-    is_row = answers_rows & (row < num_rows)
-    here = is_row & (own_slot < num_slots)
-    tl.store(packed_row_ptr + row, tl.where(here, before, -1), mask=is_row)
-    tl.store(row_token_ptr + before, row // TOP_K, mask=here)
-    # The bounds lie below num_slots + 1, where rows past the end were put: those are never counted.
-    tl.store(offsets_ptr + bound, before, mask=(~answers_rows) & (bound <= num_slots))
+    wait_for_inputs(PDL)
+    own = tl.program_id(0)
+    row = tl.arange(0, BLOCK)
+    # The first block stays in registers for the second pass: mostly it is the only one.
+    slot = _load_slots(ids_ptr, slot_of_ptr, row, num_rows, num_experts, num_slots)
+    before = tl.sum((slot < own).to(tl.int32), axis=0)
+    for start in range(BLOCK, num_rows, BLOCK):
+        later_slot = _load_slots(ids_ptr, slot_of_ptr, start + row, num_rows, num_experts, num_slots)
+        before += tl.sum((later_slot < own).to(tl.int32), axis=0)
+    tl.store(offsets_ptr + own, before)
+    has_slot = own < num_slots
+    place = before + _write_rows(row_token_ptr, packed_row_ptr, row, slot == own, before, has_slot, TOP_K)
+    for start in range(BLOCK, num_rows, BLOCK):
+        later_slot = _load_slots(ids_ptr, slot_of_ptr, start + row, num_rows, num_experts, num_slots)
+        mine = later_slot == own
+        place += _write_rows(row_token_ptr, packed_row_ptr, start + row, mine, place, has_slot, TOP_K)
 
 
 # Many rows, three launches: count the slots of each block of rows, sum up the blocks of each slot, then rank and write.
@@ -125,7 +133,9 @@ def _count_kernel(
     num_blocks,
     BLOCK: tl.constexpr,
     BLOCK_S: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    wait_for_inputs(PDL)
     block = tl.program_id(0)
     row = block * BLOCK + tl.arange(0, BLOCK)
     slot = _load_slots(ids_ptr, slot_of_ptr, row, num_rows, num_experts, num_slots)
@@ -136,7 +146,8 @@ def _count_kernel(
 
 
 @triton.jit(do_not_specialize=["num_blocks"])
-def _sum_blocks_kernel(block_counts_ptr, slot_counts_ptr, num_blocks, BLOCK_B: tl.constexpr):
+def _sum_blocks_kernel(block_counts_ptr, slot_counts_ptr, num_blocks, BLOCK_B: tl.constexpr, PDL: tl.constexpr):
+    wait_for_inputs(PDL)
     slot = tl.program_id(0)
     counts_ptr = block_counts_ptr + slot.to(tl.int64) * num_blocks
     total = tl.zeros((), tl.int32)
@@ -164,7 +175,9 @@ def _rank_kernel(
     TOP_K: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_S: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    wait_for_inputs(PDL)
     block = tl.program_id(0)
     lane = tl.arange(0, BLOCK)
     row = block * BLOCK + lane
@@ -192,8 +205,9 @@ def _rank_kernel(
 def pack_triton(expert_ids_TK: Tensor, slot_of_E: Tensor, num_slots: int) -> Packed:
     """`pack` in one launch for few rows, in three for many."""
     num_rows = expert_ids_TK.numel()
-    compare_pairs = num_rows <= _ONE_LAUNCH_ROWS
-    return (pack_pairs_triton if compare_pairs else pack_counts_triton)(expert_ids_TK, slot_of_E, num_slots)
+    return (pack_slots_triton if num_rows <= _ONE_LAUNCH_ROWS else pack_counts_triton)(
+        expert_ids_TK, slot_of_E, num_slots
+    )
 
 
 def _empty_packed(expert_ids_TK: Tensor, num_slots: int) -> Packed:
@@ -206,15 +220,14 @@ def _empty_packed(expert_ids_TK: Tensor, num_slots: int) -> Packed:
     return Packed(row_token_R, packed_row_TK, new_offsets(num_slots + 1, dtype=torch.int32, device=device))
 
 
-def pack_pairs_triton(expert_ids_TK: Tensor, slot_of_E: Tensor, num_slots: int) -> Packed:
-    """`pack` by comparing every row with every other, in one launch."""
+def pack_slots_triton(expert_ids_TK: Tensor, slot_of_E: Tensor, num_slots: int) -> Packed:
+    """`pack` with a program for each slot, in one launch."""
     _check_operands(expert_ids_TK, slot_of_E, num_slots)
     packed = _empty_packed(expert_ids_TK, num_slots)
     num_rows, top_k = expert_ids_TK.numel(), expert_ids_TK.shape[1]
     if num_rows == 0:
         return packed
-    grid = (cdiv(num_rows, _BLOCK) + cdiv(num_slots + 1, _BLOCK),)
-    _pack_pairs_kernel[grid](
+    _pack_slots_kernel[(num_slots + 1,)](
         expert_ids_TK.contiguous(),
         slot_of_E,
         *packed,
@@ -222,8 +235,9 @@ def pack_pairs_triton(expert_ids_TK: Tensor, slot_of_E: Tensor, num_slots: int) 
         slot_of_E.shape[0],
         num_slots,
         TOP_K=top_k,
-        BLOCK=_BLOCK,
+        BLOCK=_SCAN,
         num_warps=4,
+        **dependent_launch(expert_ids_TK),
     )
     return packed
 
@@ -240,10 +254,9 @@ def pack_counts_triton(expert_ids_TK: Tensor, slot_of_E: Tensor, num_slots: int)
     block_counts_SN = torch.empty(num_slots, num_blocks, dtype=torch.int32, device=ids_TK.device)
     slot_counts_S = torch.empty(num_slots, dtype=torch.int32, device=ids_TK.device)
     sizes = (num_rows, num_experts, num_slots, num_blocks)
-    _count_kernel[(num_blocks,)](ids_TK, slot_of_E, block_counts_SN, *sizes, BLOCK=_BLOCK, BLOCK_S=block_s, num_warps=4)
-    _sum_blocks_kernel[(num_slots,)](
-        block_counts_SN, slot_counts_S, num_blocks, BLOCK_B=min(1024, next_power_of_2(num_blocks)), num_warps=4
-    )
+    options = {"num_warps": 4, **dependent_launch(ids_TK)}
+    _count_kernel[(num_blocks,)](ids_TK, slot_of_E, block_counts_SN, *sizes, BLOCK=_BLOCK, BLOCK_S=block_s, **options)
+    _sum_blocks_kernel[(num_slots,)](block_counts_SN, slot_counts_S, num_blocks, BLOCK_B=1024, **options)
     _rank_kernel[(num_blocks,)](
         ids_TK,
         slot_of_E,
@@ -254,7 +267,7 @@ def pack_counts_triton(expert_ids_TK: Tensor, slot_of_E: Tensor, num_slots: int)
         TOP_K=top_k,
         BLOCK=_BLOCK,
         BLOCK_S=block_s,
-        num_warps=4,
+        **options,
     )
     return packed
 

@@ -13,7 +13,7 @@ losing groups with -inf -> top-k of what is left -> gather the scores without bi
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import triton
@@ -23,12 +23,12 @@ from torch import Tensor
 from kernels.checks import (
     assert_dtype,
     assert_last_contiguous,
-    assert_same_device,
     assert_shape,
     cdiv,
     next_power_of_2,
     uses_triton,
 )
+from kernels.dependent_launch import dependent_launch, wait_for_inputs
 
 
 @dataclass(frozen=True)
@@ -87,19 +87,30 @@ class Routing(NamedTuple):
     """The experts of each token, best first, and what their outputs are multiplied by."""
 
     expert_ids_TK: Tensor
-    """int32 [T, K], distinct in each row, 0 <= id < E whatever the logits were."""
+    """int32 [T, K], distinct in each row, 0 <= id < E whatever the logits were; -1 in a row of padding."""
     weights_TK: Tensor
     """fp32 [T, K]."""
 
 
-def route(logits_TE: Tensor, bias_E: Tensor | None, rule: RoutingRule) -> Routing:
+def route(
+    logits_TE: Tensor,
+    bias_E: Tensor | None,
+    rule: RoutingRule,
+    *,
+    real_T: Tensor | None = None,
+    counts_E: Tensor | None = None,
+) -> Routing:
     """Chooses `rule.top_k` experts for each token; `route_reference` is the definition.
 
     logits_TE fp32 [T, E]; bias_E fp32 [E] or None. Ids come in descending order of the score they were selected by; of
     equal scores the lower index comes first. A NaN score is selected as -inf. A row that holds NaN or +inf gets NaN for
     every weight (softmax does so by itself, sigmoid is made to), so that its result is NaN and the fault is seen.
+
+    Where real_T (bool [T]) is False, a row is padding: its ids are -1, it goes to no expert. counts_E (int64 [E]) is
+    added to, in place: one for each id. The host learns nothing of either.
     """
-    return (route_triton if uses_triton(logits_TE) else route_reference)(logits_TE, bias_E, rule)
+    run = route_triton if uses_triton(logits_TE) else route_reference
+    return run(logits_TE, bias_E, rule, real_T=real_T, counts_E=counts_E)
 
 
 _TILE_ELEMENTS = 1024
@@ -109,7 +120,9 @@ _LOWEST = tl.constexpr(-(2**63))
 """Below every order key: no expert, or one already chosen."""
 
 # expert_ids_TK, weights_TK = the top_k of each row of logits_TE, as the header says
-#   logits_ptr fp32 [T, E] row stride stride_t; bias_ptr fp32 [E] or None; ids_ptr int32 [T, K]; weights_ptr fp32 [T, K]
+#   logits_TE is the sum of parts_ptr fp32 [P, T, E] over p, ascending, strides stride_p and stride_t (P = 1: as it is)
+#   bias_ptr fp32 [E] or None; real_ptr bool [T] or None; ids_ptr int32 [T, K]; weights_ptr fp32 [T, K]
+#   counts_ptr int64 [E] or None: atomics add integers there, whose order leaves no trace
 #   grid (cdiv(T, BLOCK_T),): a program owns BLOCK_T tokens and all their experts
 #   fp32 throughout. Columns from E to BLOCK_E hold logit -inf (no share in the softmax) and the lowest of all keys.
 
@@ -156,18 +169,22 @@ def _losers_to_minus_inf(
     return tl.where(kept, selection, -float("inf"))
 
 
-# Sizes of the batch are not specialised on: a kernel compiled in the middle of a run would stall it.
-@triton.jit(do_not_specialize=["num_tokens"])
-def _route_kernel(
-    logits_ptr,
+@triton.jit
+def route_tile(
+    parts_ptr,
     bias_ptr,
+    real_ptr,
+    counts_ptr,
     ids_ptr,
     weights_ptr,
+    first_token,
     num_tokens,
     num_experts,
+    stride_p,
     stride_t,
     epsilon,
     scale,
+    NUM_PARTS: tl.constexpr,
     TOP_K: tl.constexpr,
     SIGMOID: tl.constexpr,
     NUM_GROUPS: tl.constexpr,
@@ -179,13 +196,18 @@ def _route_kernel(
     BLOCK_G: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    """Routes BLOCK_T tokens from `first_token` on."""
+    token = first_token + tl.arange(0, BLOCK_T)
     in_batch = (token < num_tokens)[:, None]
     column = tl.arange(0, BLOCK_E)[None, :]
     is_expert = column < num_experts
-    logits = tl.load(
-        logits_ptr + token.to(tl.int64)[:, None] * stride_t + column, mask=in_batch & is_expert, other=-float("inf")
-    )
+    used = in_batch & is_expert
+    logits = tl.zeros((BLOCK_T, BLOCK_E), tl.float32)
+    for part in tl.static_range(NUM_PARTS):
+        part_ptr = parts_ptr + part * stride_p + token.to(tl.int64)[:, None] * stride_t + column
+        # Past the L1 cache: another program of the same launch may have written it.
+        logits += tl.load(part_ptr, mask=used, other=0.0, cache_modifier=".cg")
+    logits = tl.where(used, logits, -float("inf"))
     if SIGMOID:
         scores = tl.div_rn(1.0, 1.0 + tl.exp(-logits))
     else:
@@ -220,60 +242,160 @@ def _route_kernel(
         key = tl.where(chosen, _LOWEST, key)
     if RENORMALIZE:
         weights = tl.div_rn(weights, tl.broadcast_to((total + epsilon)[:, None], (BLOCK_T, BLOCK_K)))
+    wanted = in_batch & (choice < TOP_K)
+    if real_ptr is not None:
+        real = tl.load(real_ptr + token, mask=token < num_tokens, other=0)
+        ids = tl.where(real[:, None] != 0, ids, -1)
     out = token.to(tl.int64)[:, None] * TOP_K + choice
-    tl.store(ids_ptr + out, ids, mask=in_batch & (choice < TOP_K))
-    tl.store(weights_ptr + out, weights * scale, mask=in_batch & (choice < TOP_K))
+    tl.store(ids_ptr + out, ids, mask=wanted)
+    tl.store(weights_ptr + out, weights * scale, mask=wanted)
+    if counts_ptr is not None:
+        one = tl.full((BLOCK_T, BLOCK_K), 1, tl.int64)
+        tl.atomic_add(counts_ptr + ids, one, mask=wanted & (ids >= 0), sem="relaxed")
 
 
-def route_triton(logits_TE: Tensor, bias_E: Tensor | None, rule: RoutingRule) -> Routing:
+# Sizes of the batch are not specialised on: a kernel compiled in the middle of a run would stall it.
+@triton.jit(do_not_specialize=["num_tokens", "stride_p"])
+def _route_kernel(
+    parts_ptr,
+    bias_ptr,
+    real_ptr,
+    counts_ptr,
+    ids_ptr,
+    weights_ptr,
+    num_tokens,
+    num_experts,
+    stride_p,
+    stride_t,
+    epsilon,
+    scale,
+    NUM_PARTS: tl.constexpr,
+    TOP_K: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    NUM_GROUPS: tl.constexpr,
+    TOPK_GROUPS: tl.constexpr,
+    TOP2_SUM: tl.constexpr,
+    RENORMALIZE: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    wait_for_inputs(PDL)
+    route_tile(
+        parts_ptr, bias_ptr, real_ptr, counts_ptr, ids_ptr, weights_ptr, tl.program_id(0) * BLOCK_T, num_tokens,
+        num_experts, stride_p, stride_t, epsilon, scale, NUM_PARTS, TOP_K, SIGMOID, NUM_GROUPS, TOPK_GROUPS, TOP2_SUM,
+        RENORMALIZE, BLOCK_T, BLOCK_E, BLOCK_G, BLOCK_K,
+    )  # fmt: skip
+
+
+def route_triton(
+    logits_TE: Tensor,
+    bias_E: Tensor | None,
+    rule: RoutingRule,
+    *,
+    real_T: Tensor | None = None,
+    counts_E: Tensor | None = None,
+) -> Routing:
     """`route` as one launch."""
-    _check_operands(logits_TE, bias_E, rule)
-    num_tokens, num_experts = logits_TE.shape
-    expert_ids_TK = torch.empty(num_tokens, rule.top_k, dtype=torch.int32, device=logits_TE.device)
-    weights_TK = torch.empty(num_tokens, rule.top_k, dtype=torch.float32, device=logits_TE.device)
+    _check_operands(logits_TE, bias_E, rule, real_T, counts_E)
+    return route_parts_triton(logits_TE[None], bias_E, rule, real_T, counts_E)
+
+
+def route_parts_triton(
+    parts_PTE: Tensor, bias_E: Tensor | None, rule: RoutingRule, real_T: Tensor | None, counts_E: Tensor | None
+) -> Routing:
+    """`route` of the sum of P parts of the logits, p ascending."""
+    num_parts, num_tokens, num_experts = parts_PTE.shape
+    routing = empty_routing(num_tokens, rule, parts_PTE.device)
     if num_tokens == 0:
-        return Routing(expert_ids_TK, weights_TK)
-    block_e = next_power_of_2(num_experts)
-    block_t = max(1, min(16, _TILE_ELEMENTS // block_e))
-    _route_kernel[(cdiv(num_tokens, block_t),)](
-        logits_TE,
+        return routing
+    options = tile_options(rule, num_experts)
+    _route_kernel[(cdiv(num_tokens, options["BLOCK_T"]),)](
+        parts_PTE,
         bias_E,
-        expert_ids_TK,
-        weights_TK,
+        real_T,
+        counts_E,
+        *routing,
         num_tokens,
         num_experts,
-        logits_TE.stride(0),
+        parts_PTE.stride(0),
+        parts_PTE.stride(1),
         float(rule.epsilon),
         float(rule.scale),
-        TOP_K=rule.top_k,
-        SIGMOID=rule.score == "sigmoid",
-        NUM_GROUPS=rule.num_groups,
-        TOPK_GROUPS=rule.topk_groups,
-        TOP2_SUM=rule.group_score == "top2_sum",
-        RENORMALIZE=rule.renormalize,
-        BLOCK_T=block_t,
-        BLOCK_E=block_e,
-        BLOCK_G=next_power_of_2(rule.num_groups),
-        BLOCK_K=next_power_of_2(rule.top_k),
+        NUM_PARTS=num_parts,
+        **options,
         num_warps=4,
+        **dependent_launch(parts_PTE),
     )
-    return Routing(expert_ids_TK, weights_TK)
+    return routing
 
 
-def _check_operands(logits_TE: Tensor, bias_E: Tensor | None, rule: RoutingRule) -> None:
+def empty_routing(num_tokens: int, rule: RoutingRule, device: torch.device) -> Routing:
+    """Places for the result."""
+    shape = (num_tokens, rule.top_k)
+    return Routing(
+        torch.empty(shape, dtype=torch.int32, device=device), torch.empty(shape, dtype=torch.float32, device=device)
+    )
+
+
+def tile_options(rule: RoutingRule, num_experts: int) -> dict[str, Any]:
+    """What `route_tile` is compiled for: the rule, and blocks that follow from it and E alone."""
+    block_e = next_power_of_2(num_experts)
+    return {
+        "TOP_K": rule.top_k,
+        "SIGMOID": rule.score == "sigmoid",
+        "NUM_GROUPS": rule.num_groups,
+        "TOPK_GROUPS": rule.topk_groups,
+        "TOP2_SUM": rule.group_score == "top2_sum",
+        "RENORMALIZE": rule.renormalize,
+        "BLOCK_T": max(1, min(16, _TILE_ELEMENTS // block_e)),
+        "BLOCK_E": block_e,
+        "BLOCK_G": next_power_of_2(rule.num_groups),
+        "BLOCK_K": next_power_of_2(rule.top_k),
+    }
+
+
+def _check_operands(
+    logits_TE: Tensor, bias_E: Tensor | None, rule: RoutingRule, real_T: Tensor | None, counts_E: Tensor | None
+) -> None:
     assert_shape("logits_TE", logits_TE, (None, None))
     assert_dtype("logits_TE", logits_TE, torch.float32)
     assert_last_contiguous("logits_TE", logits_TE)
-    rule.check(logits_TE.shape[1])
-    if bias_E is not None:
-        assert_shape("bias_E", bias_E, (logits_TE.shape[1],))
-        assert_dtype("bias_E", bias_E, torch.float32)
-        assert_same_device(logits_TE, bias_E=bias_E)
+    check_rows(*logits_TE.shape, bias_E, rule, real_T, counts_E)
 
 
-def route_reference(logits_TE: Tensor, bias_E: Tensor | None, rule: RoutingRule) -> Routing:
+def check_rows(
+    num_tokens: int,
+    num_experts: int,
+    bias_E: Tensor | None,
+    rule: RoutingRule,
+    real_T: Tensor | None,
+    counts_E: Tensor | None,
+) -> None:
+    """The rule fits the experts; what shifts their selection, marks rows and counts ids has its shape and dtype."""
+    rule.check(num_experts)
+    for name, x, kind in (
+        ("bias_E", bias_E, ((num_experts,), torch.float32)),
+        ("real_T", real_T, ((num_tokens,), torch.bool)),
+        ("counts_E", counts_E, ((num_experts,), torch.int64)),
+    ):
+        if x is not None:
+            assert (x.shape, x.dtype) == kind, f"{name} is {tuple(x.shape)} {x.dtype}, wanted {kind}"
+            assert_last_contiguous(name, x)
+
+
+def route_reference(
+    logits_TE: Tensor,
+    bias_E: Tensor | None,
+    rule: RoutingRule,
+    *,
+    real_T: Tensor | None = None,
+    counts_E: Tensor | None = None,
+) -> Routing:
     """The definition of routing, in plain torch. A row's bits do not depend on the other rows."""
-    _check_operands(logits_TE, bias_E, rule)
+    _check_operands(logits_TE, bias_E, rule, real_T, counts_E)
     num_tokens, num_experts = logits_TE.shape
     if rule.score == "softmax":
         scores_TE = torch.softmax(logits_TE, dim=-1)
@@ -303,6 +425,10 @@ def route_reference(logits_TE: Tensor, bias_E: Tensor | None, rule: RoutingRule)
         for k in range(rule.top_k):
             total_T = total_T + weights_TK[:, k]
         weights_TK = weights_TK / (total_T + rule.epsilon).unsqueeze(1)
+    if real_T is not None:
+        expert_ids_TK = expert_ids_TK.where(real_T[:, None], -1)
+    if counts_E is not None:
+        counts_E += torch.bincount(expert_ids_TK[expert_ids_TK >= 0], minlength=num_experts)
     return Routing(expert_ids_TK.to(torch.int32), weights_TK * rule.scale)
 
 

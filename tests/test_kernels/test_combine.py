@@ -5,7 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels.combine import _combine_kernel, combine, combine_reference, combine_triton
+from kernels.combine import (
+    _combine_kernel,
+    _combine_norm_kernel,
+    combine,
+    combine_norm,
+    combine_norm_reference,
+    combine_norm_triton,
+    combine_reference,
+    combine_triton,
+)
+from kernels.rmsnorm import rmsnorm_residual_reference, rmsnorm_residual_triton
 from tests.aot import ARCHS, aot, compile_ahead
 from tests.compare import assert_close_as_torch, assert_same_bits
 from tests.shapes import HIDDEN, NUM_TOKENS
@@ -95,6 +105,57 @@ def test_bits_do_not_depend_on_the_tokens_beside(device):
         assert_same_bits(combine(y_RD, rows_TK[one].clone(), weights_TK[one].clone()), whole[one])
 
 
+def norm_operands(num_tokens: int, width: int, dtype: torch.dtype, device: str, *, shared: bool):
+    """(residual, norm weight, eps, shared rows or None); the rows are views into wider, NaN rows."""
+    generator = torch.Generator().manual_seed(1)
+    wide = torch.full((2, num_tokens, width + 8), torch.nan, dtype=dtype)
+    wide[..., :width] = torch.randn(2, num_tokens, width, generator=generator).to(dtype)
+    residual_TD, shared_TD = wide.to(device)[..., :width]
+    norm_D = (1 + 0.3 * torch.randn(width, generator=generator)).to(device, dtype)
+    return residual_TD, norm_D, 1e-6, shared_TD if shared else None
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["routed", "with-shared"])
+@pytest.mark.parametrize(
+    ("num_tokens", "top_k", "width"),
+    [
+        pytest.param(0, 2, 16, id="no-tokens"),
+        pytest.param(1, 8, 2048, id="qwen3"),
+        pytest.param(17, 2, 40, id="several-rows-a-program"),
+        pytest.param(3, 6, 2880, id="odd-width"),
+        pytest.param(2, 17, 4096, id="more-experts-than-are-unrolled"),
+    ],
+)
+def test_combine_norm_has_the_bits_of_the_separate_kernels(backend, num_tokens, top_k, width, shared):
+    operands = draw(num_tokens, top_k, width, backend.dtype, backend.device)
+    residual_TD, norm_D, eps, shared_TD = norm_operands(num_tokens, width, backend.dtype, backend.device, shared=shared)
+    combined_TD = combine_triton(*operands)
+    if shared_TD is not None:
+        combined_TD += shared_TD
+    wanted = rmsnorm_residual_triton(combined_TD, residual_TD, norm_D, eps)
+    ours = combine_norm_triton(*operands, residual_TD, norm_D, eps, shared_TD)
+    for each, want in zip(ours, wanted):
+        assert_same_bits(each, want)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_combine_norm_is_the_sum_then_the_norm(dtype):
+    """Rounded in between, as each is alone."""
+    operands = draw(5, 3, 24, dtype, "cpu")
+    residual_TD, norm_D, eps, shared_TD = norm_operands(5, 24, dtype, "cpu", shared=True)
+    ours = combine_norm(*operands, residual_TD, norm_D, eps, shared_TD)
+    wanted = rmsnorm_residual_reference(combine(*operands) + shared_TD, residual_TD, norm_D, eps)
+    for each, want in zip(ours, wanted):
+        assert_same_bits(each, want)
+
+
+def test_combine_norm_refuses_a_residual_of_other_rows():
+    operands = draw(5, 3, 24, torch.float32, "cpu")
+    residual_TD, norm_D, eps, _ = norm_operands(4, 24, torch.float32, "cpu", shared=False)
+    with pytest.raises(AssertionError, match="residual and norm are"):
+        combine_norm_reference(*operands, residual_TD, norm_D, eps)
+
+
 @pytest.mark.gpu
 def test_C16_rows_beyond_2_31_elements():
     """131,073 x 8 rows of 2048: the last token's rows lie past 2^31 elements."""
@@ -112,5 +173,10 @@ def test_C16_rows_beyond_2_31_elements():
 @pytest.mark.parametrize("arch", ARCHS)
 def test_compiles(arch):
     args: dict[str, object] = {"y_ptr": "*bf16", "row_ptr": "*i32", "weights_ptr": "*fp32", "out_ptr": "*bf16"}
-    args |= {"num_columns": "i32", "stride_y": "i32", "TOP_K": 8, "BLOCK_D": 1024}
-    assert compile_ahead(_combine_kernel, arch, args)
+    args |= {"num_columns": "i32", "stride_y": "i32", "TOP_K": 8, "PDL": arch >= 90}
+    assert compile_ahead(_combine_kernel, arch, args | {"BLOCK_D": 1024})
+    args |= dict.fromkeys(("shared_ptr", "residual_ptr", "norm_ptr", "sum_ptr"), "*bf16")
+    args |= dict.fromkeys(("num_tokens", "stride_shared", "stride_residual"), "i32") | {"eps": "fp32"}
+    assert compile_ahead(_combine_norm_kernel, arch, args | {"BLOCK_R": 1, "BLOCK_D": 8192}, num_warps=8)
+    args |= {"TOP_K": 60, "shared_ptr": None, "BLOCK_R": 8, "BLOCK_D": 128}
+    assert compile_ahead(_combine_norm_kernel, arch, args)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kernels import pack as pack_module
-from kernels.pack import Packed, pack, pack_counts_triton, pack_pairs_triton, pack_reference
+from kernels.pack import Packed, pack, pack_counts_triton, pack_slots_triton, pack_reference
 from tests.aot import ARCHS, aot, compile_ahead
 from tests.shapes import NUM_EXPERTS, NUM_TOKENS, WILD_INDEX
 
@@ -14,7 +14,7 @@ DEVICES = [
     pytest.param("cpu", marks=pytest.mark.interpret, id="interpret"),
     pytest.param("cuda", marks=pytest.mark.gpu, id="gpu"),
 ]
-KERNELS = [pytest.param(pack_pairs_triton, id="one-launch"), pytest.param(pack_counts_triton, id="three-launches")]
+KERNELS = [pytest.param(pack_slots_triton, id="one-launch"), pytest.param(pack_counts_triton, id="three-launches")]
 
 
 def int32(values, device: str = "cpu") -> torch.Tensor:
@@ -133,10 +133,12 @@ def test_compiles(arch):
     inputs = {"ids_ptr": "*i32", "slot_of_ptr": "*i32"}
     blocks = {"num_blocks": "i32", "BLOCK": 128, "BLOCK_S": 64}
     sums = {"slot_counts_ptr": "*i32"}
-    assert compile_ahead(pack_module._pack_pairs_kernel, arch, inputs | outputs | sizes | {"TOP_K": 8, "BLOCK": 128})
-    count_args = inputs | sizes | blocks | {"block_counts_ptr": "*i32"}
+    pdl = {"PDL": arch >= 90}
+    slots_args = inputs | outputs | sizes | pdl | {"TOP_K": 8, "BLOCK": 1024}
+    assert compile_ahead(pack_module._pack_slots_kernel, arch, slots_args)
+    count_args = inputs | sizes | blocks | pdl | {"block_counts_ptr": "*i32"}
     assert compile_ahead(pack_module._count_kernel, arch, count_args)
-    sum_args = sums | {"block_counts_ptr": "*i32", "num_blocks": "i32", "BLOCK_B": 1024}
+    sum_args = sums | pdl | {"block_counts_ptr": "*i32", "num_blocks": "i32", "BLOCK_B": 1024}
     assert compile_ahead(pack_module._sum_blocks_kernel, arch, sum_args)
-    rank_args = inputs | outputs | sizes | blocks | sums | {"block_sums_ptr": "*i32", "TOP_K": 8}
+    rank_args = inputs | outputs | sizes | blocks | sums | pdl | {"block_sums_ptr": "*i32", "TOP_K": 8}
     assert compile_ahead(pack_module._rank_kernel, arch, rank_args)

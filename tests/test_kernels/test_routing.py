@@ -364,13 +364,18 @@ def test_kernel_bits_do_not_depend_on_the_batch(name):
 def test_compiles(arch, name):
     rule, num_experts, has_bias = VARIANTS[name]
     args = {
-        "logits_ptr": "*fp32",
+        "parts_ptr": "*fp32",
         "bias_ptr": "*fp32" if has_bias else None,
+        "real_ptr": "*i1" if has_bias else None,
+        "counts_ptr": "*i64",
         "ids_ptr": "*i32",
         "weights_ptr": "*fp32",
         "num_tokens": "i32",
         "num_experts": "i32",
+        "stride_p": "i32",
         "stride_t": "i32",
+        "NUM_PARTS": 8 if has_bias else 1,
+        "PDL": arch >= 90,
         "epsilon": "fp32",
         "scale": "fp32",
         "TOP_K": rule.top_k,
