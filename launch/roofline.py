@@ -125,15 +125,18 @@ class NetworkCost:
 
     def __init__(self, model: ModelConfig, *, weight_bytes: int = 2, cache_bytes: int = 2) -> None:
         self.model = model
-        shapes = {name: spec.shape for name, spec in parameter_shapes(model, model.moe.num_experts).items()}
-        embedding = 0 if model.tie_embeddings else math.prod(shapes["embed.weight"])
-        head = math.prod(shapes["embed.weight"])
-        rest = [(name, shape) for name, shape in shapes.items() if not is_expert_parameter(name)]
+        specs = parameter_shapes(model, 1)  # of each layer one expert
+        head = math.prod(specs["embed.weight"].shape)
+        embedding = 0 if model.tie_embeddings else head
+        rest = [(name, spec.shape) for name, spec in specs.items() if not is_expert_parameter(name)]
         self.other_weight_bytes = (sum(math.prod(shape) for _, shape in rest) - embedding) * weight_bytes
         not_per_row = head if model.tie_embeddings else 2 * head
         linear = sum(math.prod(shape) for _, shape in rest if len(shape) == 2) - not_per_row
         expert = 3 * model.hidden_size * model.moe.expert_dim
-        self.expert_bytes = expert * weight_bytes
+        bundles = [spec for name, spec in specs.items() if is_expert_parameter(name)]
+        sizes = [weight_bytes if spec.fixed_dtype is None else spec.fixed_dtype.itemsize for spec in bundles]
+        num_bytes = sum(math.prod(spec.shape) * size for spec, size in zip(bundles, sizes))
+        self.expert_bytes = num_bytes / max(1, sum(model.sparse_layers))
         active = model.moe.rule.top_k * expert * sum(model.sparse_layers)
         self.flops_per_row = 2.0 * (linear + active)
         self.flops_per_logits = 2.0 * head

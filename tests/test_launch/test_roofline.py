@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -121,3 +122,12 @@ def test_steps_add_up() -> None:
 def test_the_probe_gives_rates() -> None:
     ceilings = measure_ceilings(torch.device("cpu"), torch.float32)
     assert ceilings.bytes_per_s > 1e6 and ceilings.flops_per_s > 1e6
+
+
+def test_experts_in_fp8_are_counted_with_their_scales():
+    """Mixtral: 3 x 4096 x 14336 bytes, and a scale of 4 bytes for each 128 x 128 of them."""
+    config = cost("mixtral-8x7b").model
+    assert cost("mixtral-8x7b").expert_bytes == 3 * 4096 * 14336 * 2
+    fp8 = NetworkCost(replace(config, fp8_experts=True))
+    assert fp8.expert_bytes == 3 * 4096 * 14336 * (1 + 4 / 128**2)
+    assert fp8.other_weight_bytes == cost("mixtral-8x7b").other_weight_bytes

@@ -1,0 +1,314 @@
+"""Ragged fp8 products against fp64 of the dequantised operands, next to torch; bits whatever tile, batch and kernel.
+
+The interpreter computes no bf16 and casts fp8 wrongly, but multiplies fp8 operands made elsewhere, in fp16: exact for
+e4m3. So the kernels run there with operands that torch quantised and fp32 results.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+from torch.nn import functional
+
+from kernels.grouped_gemm_fp8 import (
+    FewRowsTile,
+    Fp8Tile,
+    _few_rows_kernel,
+    fp8_tile,
+    grouped_gemm_fp8,
+    grouped_gemm_fp8_reference,
+    grouped_gemm_fp8_triton,
+    grouped_gemm_swiglu_fp8,
+    quantize_for_slots,
+)
+from kernels.grouped_gemm_fp8_tma import ManyRowsTile, _many_rows_kernel
+from kernels.quantize import (
+    FP8,
+    TINIEST,
+    Quantized,
+    QuantizedBlocks,
+    dequantize_blocks,
+    dequantize_rows,
+    quantize_blocks,
+    quantize_rows,
+)
+from tests.aot import ARCHS, aot, compile_ahead
+from tests.compare import assert_close_as_torch, assert_same_bits, max_rel
+from tests.shapes import HIDDEN, INTERMEDIATE, NUM_TOKENS, WILD_INDEX
+
+BACKENDS = [
+    pytest.param("cpu", marks=pytest.mark.interpret, id="interpret"),
+    pytest.param("cuda", marks=pytest.mark.gpu, id="gpu"),
+]
+FEW_TILES = [
+    FewRowsTile(16, 32, 4, 4),
+    FewRowsTile(16, 64, 4, 6),
+    FewRowsTile(32, 64, 4, 4),
+    FewRowsTile(64, 128, 8, 3),
+    FewRowsTile(16, 64, 4, 4, tma=False),
+]
+MANY_TILES = [
+    ManyRowsTile(64, 64, 4, 4),
+    ManyRowsTile(128, 64, 8, 3),
+    ManyRowsTile(128, 128, 8, 3, dual=True),
+    ManyRowsTile(64, 128, 4, 3, dual=True),
+]
+
+
+def draw_blocks(slots: int, parts: int, rows: int, width: int, device: str, seed: int = 1) -> QuantizedBlocks:
+    """A bundle of weights whose blocks differ in size."""
+    generator = torch.Generator().manual_seed(seed)
+    w_SPND = torch.randn(slots, parts, rows, width, generator=generator) / width**0.5
+    w_SPND *= torch.linspace(0.5, 3.0, rows)[:, None] * torch.linspace(2.0, 0.5, width)
+    q = quantize_blocks(w_SPND)
+    return QuantizedBlocks(q.values.flatten(1, 2).to(device), q.scales.to(device))
+
+
+def draw_rows(num_rows: int, width: int, device: str, seed: int = 0) -> Quantized:
+    x_XD = torch.randn(num_rows, width, generator=torch.Generator().manual_seed(seed))
+    q = quantize_rows(x_XD * torch.linspace(0.2, 5.0, num_rows)[:, None])
+    return Quantized(q.values.to(device), q.scales.to(device))
+
+
+def offsets_of(counts, device: str) -> torch.Tensor:
+    return torch.tensor([0, *torch.tensor(counts).cumsum(0).tolist()], dtype=torch.int32, device=device)
+
+
+def plain(x: Quantized, w: QuantizedBlocks, counts, index, dtype: torch.dtype) -> torch.Tensor:
+    """The used rows by plain torch on the dequantised operands in `dtype`, one cast less than the op's."""
+    parts = w.scales.shape[1]
+    x_RD = dequantize_rows(x)[index.long()].to(dtype)
+    offsets, outputs = [0, *torch.tensor(counts).cumsum(0).tolist()], []
+    for slot, (start, end) in enumerate(pairwise(offsets)):
+        w_PND = dequantize_blocks(w.values[slot].unflatten(0, (parts, -1)), w.scales[slot]).to(dtype)
+        y = x_RD[start:end] @ w_PND.flatten(0, 1).T
+        if parts == 2:
+            gate, up = y.to(torch.promote_types(dtype, torch.float32)).chunk(2, -1)
+            y = functional.silu(gate) * up
+        outputs.append(y)
+    return torch.cat(outputs)
+
+
+def check(run, counts, parts, width, columns, *, device, out_dtype, indexed, spare=5, **options) -> None:
+    """Unused rows: their index is wild, rows of x that no index names and slots without rows are NaN."""
+    used = sum(counts)
+    w = draw_blocks(len(counts), parts, columns, width, device)
+    for slot, count in enumerate(counts):
+        if count == 0:
+            w.values[slot] = torch.full(w.values[slot].shape, torch.nan).to(FP8).to(device)
+            w.scales[slot] = torch.nan
+    x = draw_rows(used + 5, width, device)
+    if indexed:
+        index = torch.randperm(used, generator=torch.Generator().manual_seed(2)).to(device) + 2
+        index_R = torch.cat([index, torch.full((spare,), WILD_INDEX, device=device)]).to(torch.int32)
+        x.scales[:2], x.scales[used + 2 :] = torch.nan, torch.nan
+    else:
+        index, index_R = torch.arange(used, device=device), None
+        x.scales[used:] = torch.nan
+    ours = run(
+        x, w, offsets_of(counts, device), row_index_R=index_R, num_rows=used + spare, out_dtype=out_dtype, **options
+    )
+    assert ours.shape == (used + spare, columns) and ours.dtype == out_dtype
+    if used:
+        exact = plain(x, w, counts, index, torch.float64)
+        torchs = plain(x, w, counts, index, torch.float32).to(out_dtype)
+        assert_close_as_torch(ours[:used], torchs, exact, chain=width if out_dtype == torch.float32 else 0)
+        assert max_rel(ours[:used, -1], exact[:, -1]) < 2e-2
+
+
+@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("indexed", [False, True])
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize(("width", "columns"), [(96, 40), (200, 96), (256, 130)])
+def test_reference_numbers(width, columns, parts, indexed, out_dtype):
+    """Edge blocks on both sides, gate and up with blocks of their own, an expert without rows."""
+    options = {"device": "cpu", "out_dtype": out_dtype, "indexed": indexed}
+    check(grouped_gemm_fp8_reference, (2, 0, 33, 1), parts, width, columns, **options)
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_reference_bits_do_not_depend_on_the_rows_beside(parts):
+    x, w = draw_rows(80, 200, "cpu"), draw_blocks(3, parts, 40, 200, "cpu")
+    whole = grouped_gemm_fp8_reference(x, w, offsets_of((7, 70, 3), "cpu"), num_rows=80, out_dtype=torch.float32)
+    for row in (7, 8, 40, 76):
+        one = Quantized(x.values[row : row + 1].clone(), x.scales[row : row + 1].clone())
+        y = grouped_gemm_fp8_reference(one, w, offsets_of((0, 1, 0), "cpu"), num_rows=1, out_dtype=torch.float32)
+        assert_same_bits(y, whole[row : row + 1])
+
+
+@pytest.mark.parametrize("num_tokens", NUM_TOKENS)
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("device", BACKENDS)
+def test_numbers_of_rows(device, parts, num_tokens):
+    """All rows to one slot, among slots without any; more rows than one tile holds."""
+    tile = FewRowsTile(64, 32, 4, 2, tma=False) if device == "cpu" else None
+    counts = (0, num_tokens, 0)
+    options = {"device": device, "out_dtype": torch.float32 if device == "cpu" else torch.bfloat16, "tile": tile}
+    check(grouped_gemm_fp8_triton, counts, parts, 128, 32, indexed=True, **options)
+
+
+@pytest.mark.parametrize("width", HIDDEN)
+@pytest.mark.parametrize("intermediate", INTERMEDIATE)
+@pytest.mark.parametrize("device", BACKENDS)
+def test_C43_widths_that_no_tile_divides(device, width, intermediate):
+    """Both products of an expert: D -> 2F and F -> D, the last column looked at by itself."""
+    tile = FewRowsTile(16, 128, 4, 2, tma=False) if device == "cpu" else None
+    options = {"device": device, "out_dtype": torch.float32 if device == "cpu" else torch.bfloat16, "tile": tile}
+    check(grouped_gemm_fp8_triton, (2, 0, 3), 2, width, intermediate, indexed=True, **options)
+    check(grouped_gemm_fp8_triton, (2, 0, 3), 1, intermediate, width, indexed=False, **options)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("slots", [1, 3, 60, 160, 257, 384])
+def test_C43_numbers_of_slots(slots):
+    counts = [1 + s % 2 if s % 3 == (slots - 1) % 3 or s == 0 else 0 for s in range(slots)]
+    options = {"device": "cuda", "out_dtype": torch.bfloat16}
+    check(grouped_gemm_fp8_triton, counts, 2, 128, 128, indexed=True, **options)
+    check(grouped_gemm_fp8_triton, [40 * count for count in counts], 1, 128, 128, indexed=False, **options)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tile", [*FEW_TILES, *MANY_TILES], ids=str)
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize(("width", "columns"), [(2048, 768), (2880, 704), (96, 48), (7168, 256)])
+def test_numbers_of_every_tile(width, columns, parts, tile):
+    indexed = isinstance(tile, FewRowsTile)
+    options = {"device": "cuda", "out_dtype": torch.bfloat16, "indexed": indexed, "tile": tile}
+    check(grouped_gemm_fp8_triton, (7, 0, 131, 62), parts, width, columns, **options)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize(("width", "columns"), [(2048, 768), (2880, 704), (768, 2048)])
+def test_bits_do_not_depend_on_tile_kernel_or_batch(width, columns, parts):
+    """On wgmma: operands swapped or not, TMA or pointers, alone or among 256."""
+    x, w = draw_rows(256, width, "cuda"), draw_blocks(3, parts, columns, width, "cuda")
+    offsets_S1 = offsets_of((3, 247, 6), "cuda")
+
+    def run(x: Quantized, offsets_S1: torch.Tensor, num_rows: int, tile: Fp8Tile | None) -> torch.Tensor:
+        return grouped_gemm_fp8_triton(x, w, offsets_S1, num_rows=num_rows, out_dtype=torch.bfloat16, tile=tile)
+
+    whole = run(x, offsets_S1, 256, None)
+    for tile in (*FEW_TILES, *MANY_TILES):
+        assert_same_bits(run(x, offsets_S1, 256, tile), whole)
+    for row in (3, 100, 249):
+        one = Quantized(x.values[row : row + 1].clone(), x.scales[row : row + 1].clone())
+        for tile in (None, *MANY_TILES):
+            assert_same_bits(run(one, offsets_of((0, 1, 0), "cuda"), 1, tile), whole[row : row + 1])
+
+
+def expert_rows(x_TD, w13: QuantizedBlocks, w2: QuantizedBlocks, offsets_S1, row_index_R, num_rows: int):
+    """Both products, as the model calls them."""
+    x, index_R = quantize_for_slots(x_TD, w13, offsets_S1, row_index_R=row_index_R, num_rows=num_rows)
+    options = {"num_rows": num_rows, "out_dtype": x_TD.dtype}
+    h_RF = grouped_gemm_swiglu_fp8(x, w13, offsets_S1, row_index_R=index_R, **options)
+    return grouped_gemm_fp8(quantize_rows(h_RF), w2, offsets_S1, **options)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("num_tokens", [1, 65, 300])
+def test_two_products_of_an_expert(device, num_tokens):
+    """bf16 rows in and out, against the same in fp64 with nothing rounded: fp8 costs a few percent a product.
+
+    Rows are packed on the way (300 tokens, many rows a slot) or gathered by index.
+    """
+    w13, w2 = draw_blocks(3, 2, 192, 256, device), draw_blocks(3, 1, 256, 192, device, seed=2)
+    x_TD = torch.randn(num_tokens, 256, generator=torch.Generator().manual_seed(3)).to(device, torch.bfloat16)
+    index = torch.randperm(num_tokens, generator=torch.Generator().manual_seed(4)).to(device)
+    counts = (num_tokens - num_tokens // 3, 0, num_tokens // 3)
+    spare = torch.full((7,), WILD_INDEX, dtype=torch.int32, device=device)
+    y_RD = expert_rows(
+        x_TD, w13, w2, offsets_of(counts, device), torch.cat([index.to(torch.int32), spare]), num_tokens + 7
+    )[:num_tokens]
+    start = 0
+    for slot, count in enumerate(counts):
+        w13_ND = dequantize_blocks(w13.values[slot].unflatten(0, (2, -1)), w13.scales[slot]).flatten(0, 1).double()
+        w2_ND = dequantize_blocks(w2.values[slot][None], w2.scales[slot])[0].double()
+        gate, up = (x_TD[index[start : start + count]].double() @ w13_ND.T).chunk(2, -1)
+        exact = (functional.silu(gate) * up) @ w2_ND.T
+        if count:
+            error = (y_RD[start : start + count].double() - exact).norm() / exact.norm()
+            assert float(error) < 0.06, float(error)
+        start += count
+
+
+@pytest.mark.gpu
+def test_bits_of_an_expert_alone_packed_and_gathered():
+    """The choice between packed and gathered rows is the batch's; the bits are not."""
+    w13, w2 = draw_blocks(4, 2, 384, 512, "cuda"), draw_blocks(4, 1, 512, 384, "cuda", seed=2)
+    x_TD = torch.randn(1024, 512, generator=torch.Generator().manual_seed(3)).to("cuda", torch.bfloat16)
+    index_R = torch.arange(1024, dtype=torch.int32, device="cuda")
+    assert isinstance(fp8_tile(x_TD, w13, 1024), ManyRowsTile) and isinstance(fp8_tile(x_TD, w13, 8), FewRowsTile)
+    whole = expert_rows(x_TD, w13, w2, offsets_of((512, 0, 512, 0), "cuda"), index_R, 1024)
+    for start, end in ((0, 1), (100, 108), (511, 512), (300, 400)):
+        offsets_S1 = offsets_of((end - start, 0, 0, 0), "cuda")
+        part = expert_rows(x_TD[start:end].clone(), w13, w2, offsets_S1, index_R[: end - start], end - start)
+        assert_same_bits(part, whole[start:end])
+
+
+@pytest.mark.gpu
+def test_a_nan_row_stays_in_its_row():
+    w = draw_blocks(2, 1, 256, 256, "cuda")
+    x_XD = torch.randn(200, 256, device="cuda", generator=torch.Generator("cuda").manual_seed(0)).bfloat16()
+    x_XD[3, 7], x_XD[150, 0] = torch.nan, torch.inf
+    for num_rows in (200, 20):
+        counts = (num_rows // 2, num_rows - num_rows // 2)
+        y_RN = grouped_gemm_fp8(
+            quantize_rows(x_XD[:num_rows].clone()),
+            w,
+            offsets_of(counts, "cuda"),
+            num_rows=num_rows,
+            out_dtype=torch.bfloat16,
+        )
+        bad = y_RN.isnan().any(1).nonzero().flatten().tolist()
+        assert bad == [row for row in (3, 150) if row < num_rows]
+        assert bool(y_RN[bad].isnan().all())
+
+
+@pytest.mark.gpu
+def test_C16_weights_beyond_2_31_elements():
+    """512 slots of 2048 x 4096 = 2^32 elements, scales all NaN but the last slot's, to which every row goes."""
+    last = draw_blocks(1, 1, 2048, 4096, "cuda")
+    w = QuantizedBlocks(
+        torch.zeros(512, 2048, 4096, dtype=FP8, device="cuda"),
+        torch.full((512, 1, 16, 32), torch.nan, device="cuda"),
+    )
+    w.values[511], w.scales[511] = last.values[0], last.scales[0]
+    x = draw_rows(300, 4096, "cuda")
+    expected = dequantize_rows(x) @ dequantize_blocks(last.values[0], last.scales[0, 0]).T
+    for tile in (FEW_TILES[1], FEW_TILES[4], MANY_TILES[0]):
+        y_RN = grouped_gemm_fp8_triton(
+            x, w, offsets_of([0] * 511 + [300], "cuda"), num_rows=300, out_dtype=torch.bfloat16, tile=tile
+        )
+        assert max_rel(y_RN, expected) < 1e-2
+
+
+@aot
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("rows", [1, 32, 64])
+@pytest.mark.parametrize("arch", [arch for arch in ARCHS if arch >= 89])
+def test_compiles_for_few_rows(arch, rows, parts):
+    tma = arch >= 90
+    tile = FewRowsTile(max(16, rows), 64 // parts, 4, 4 if tma else 3, tma=tma)
+    args: dict[str, object] = {"x_ptr": "*fp8e4nv", "x_scale_ptr": "*fp32", "w_scale_ptr": "*fp32", "y_ptr": "*bf16"}
+    args |= {"w": f"tensordesc<fp8e4nv[{parts}, {tile.block_n}, 128]>" if tma else "*fp8e4nv", "W_DESC": tma}
+    args |= {"offsets_ptr": "*i32", "index_ptr": "*i32", "num_columns": "i32", "width": "i32", "num_slots": "i32"}
+    args |= {"PARTS": parts, "EVEN_K": rows > 1, "BLOCK_S": 128, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n}
+    args |= {"GROUP_M": 8, "PDL": arch >= 90}
+    assert compile_ahead(_few_rows_kernel, arch, args, num_warps=tile.num_warps, num_stages=tile.num_stages)
+
+
+@aot
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("tile", MANY_TILES, ids=str)
+@pytest.mark.parametrize("arch", [arch for arch in ARCHS if arch >= 90])
+def test_compiles_for_many_rows(arch, tile, parts):
+    block_parts = 1 if tile.dual else parts
+    args: dict[str, object] = {"x_scale_ptr": "*fp32", "w_scale_ptr": "*fp32", "offsets_ptr": "*i32", "y_ptr": "*bf16"}
+    args |= {"x_desc": f"tensordesc<fp8e4nv[{tile.block_m}, 128]>", "y_scale_ptr": None, "num_columns": "i32"}
+    args |= {"w_desc": f"tensordesc<fp8e4nv[{block_parts}, {tile.block_n}, 128]>", "width": "i32", "num_slots": "i32"}
+    args |= {"stride_xsx": "i32", "stride_xsg": 1, "SWIGLU": parts == 2, "DUAL": tile.dual, "TINIEST": TINIEST}
+    args |= {"BLOCK_S": 128, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "GROUP_M": 8, "PDL": True}
+    assert compile_ahead(_many_rows_kernel, arch, args, num_warps=tile.num_warps, num_stages=tile.num_stages)
