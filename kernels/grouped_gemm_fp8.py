@@ -115,14 +115,14 @@ def fp8_tile(x: Tensor, w: QuantizedBlocks, num_rows: int) -> Fp8Tile:
 
 # y[r, n] = sum over k of x[index[r], k] * w[slot, n, k], stepwise as above, slot the one whose rows hold r
 # PARTS 2: y[r, n] = silu(that with gate row n of w) * (that with up row n), w [S, 2, N, D]
-#   x_ptr e4m3 [X, D]; x_scale_ptr fp32 [X, G]; w e4m3 [S, PARTS, N, D], a pointer or (W_DESC) a descriptor of
+#   x_ptr e4m3 [X, D]; x_scale_ptr fp32 [G, X]; w e4m3 [S, PARTS, N, D], a pointer or (W_DESC) a descriptor of
 #   [S * PARTS, N, D] in tiles PARTS x BLOCK_N x 128; w_scale_ptr fp32 [S, PARTS, M, G]; offsets_ptr int32 [S+1];
 #   index_ptr int32 [R] | None; y_ptr [R, N]; all contiguous
 #   grid (most_row_tiles * cdiv(N, BLOCK_N),): an upper bound; a program owns one tile of one slot, see row_tiles.py
 #   fp32. Rows from the slot's end on are neither read nor written; D and N are filled up with zeros.
 
 
-@triton.jit(do_not_specialize=["num_slots"])
+@triton.jit(do_not_specialize=["num_slots", "num_x_rows"])
 def _few_rows_kernel(
     x_ptr,
     x_scale_ptr,
@@ -134,6 +134,7 @@ def _few_rows_kernel(
     num_columns,
     width,
     num_slots,
+    num_x_rows,
     PARTS: tl.constexpr,
     W_DESC: tl.constexpr,
     EVEN_K: tl.constexpr,
@@ -156,7 +157,7 @@ def _few_rows_kernel(
     row = first_row + tl.arange(0, BLOCK_M)
     in_m = row < end
     x_row = (row if index_ptr is None else tl.load(index_ptr + row, mask=in_m, other=0)).to(tl.int64)
-    x_scale_ptrs = x_scale_ptr + x_row * num_groups
+    x_scale_ptrs = x_scale_ptr + x_row
     first_n = tile_n * BLOCK_N
     part = slot.to(tl.int64) * PARTS
     block_rows = tl.cdiv(num_columns, 128)
@@ -169,6 +170,8 @@ def _few_rows_kernel(
         w_ptrs = w + ((part + i // BLOCK_N) * num_columns + n)[:, None] * width + k[None, :]
         in_n = (n < num_columns)[:, None]
     acc = tl.zeros((PARTS * BLOCK_N, BLOCK_M), tl.float32)
+    x_scale = tl.load(x_scale_ptrs, mask=in_m, other=0.0)
+    w_scale, up_scale = tl.load(w_scale_row), tl.load(w_scale_row + (PARTS - 1) * block_rows * num_groups)
     for step in range(0, num_groups):
         in_k = (step * 128 + k < width)[None, :]
         if EVEN_K:
@@ -181,17 +184,18 @@ def _few_rows_kernel(
             w_tile = tl.load(w_ptrs + step * 128, mask=in_n, other=0.0)
         else:
             w_tile = tl.load(w_ptrs + step * 128, mask=in_n & in_k, other=0.0)
-        x_scale = tl.load(x_scale_ptrs + step, mask=in_m, other=0.0)
-        w_scale = tl.load(w_scale_row + step)
-        if PARTS == 2:
-            up_scale = tl.load(w_scale_row + block_rows * num_groups + step)
+        # The next step's scales are on their way while this one is multiplied.
+        ahead = min(step + 1, num_groups - 1)
+        next_x_scale = tl.load(x_scale_ptrs + ahead.to(tl.int64) * num_x_rows, mask=in_m, other=0.0)
+        next_w_scale = tl.load(w_scale_row + ahead)
+        next_up_scale = tl.load(w_scale_row + (PARTS - 1) * block_rows * num_groups + ahead)
         product = tl.dot(w_tile, x_tile.T)
         if PARTS == 2:
-            w_scale = tl.where(i < BLOCK_N, w_scale, up_scale)
-            scale = w_scale[:, None] * x_scale[None, :]
+            scale = tl.where(i < BLOCK_N, w_scale, up_scale)[:, None] * x_scale[None, :]
         else:
             scale = (w_scale * x_scale)[None, :]
         acc = tl.fma(product, tl.broadcast_to(scale, acc.shape), acc)
+        x_scale, w_scale, up_scale = next_x_scale, next_w_scale, next_up_scale
     if PARTS == 2:
         gate, up = acc.reshape(2, BLOCK_N, BLOCK_M).permute(1, 2, 0).split()
         acc = swiglu(gate, up)
@@ -235,6 +239,7 @@ def grouped_gemm_fp8_triton(
         num_columns,
         width,
         num_slots,
+        x.values.shape[0],
         PARTS=parts,
         W_DESC=tile.tma,
         EVEN_K=width % GROUP == 0,
@@ -260,7 +265,7 @@ def _check_operands(
     assert_shape("w.values", w.values, (None, None, None))
     assert_shape("x.values", x.values, (None, w.values.shape[2]))
     (num_slots, rows, _), groups = w.values.shape, cdiv(w.values.shape[2], GROUP)
-    assert_shape("x.scales", x.scales, (x.values.shape[0], groups))
+    assert_shape("x.scales", x.scales, (groups, x.values.shape[0]))
     parts = w.scales.shape[1]
     assert parts in (1, 2) and rows % parts == 0, f"w has {rows} rows a slot in {parts} parts"
     assert_shape("w.scales", w.scales, (num_slots, parts, cdiv(rows // parts, GROUP), groups))

@@ -41,14 +41,14 @@ class ManyRowsTile:
 
 # y[r, n] = sum over k of x[r, k] * w[slot, n, k], by steps of 128 k, each scaled; slot the one whose rows hold r
 # SWIGLU: y[r, n] = silu(that with gate row n of w) * (that with up row n), w [S, 2, N, D]
-#   x_desc e4m3 [R, D] in tiles BLOCK_M x 128; x_scale_ptr fp32 [R, G]; w_desc e4m3 [S * PARTS, N, D] in tiles of 1 or
+#   x_desc e4m3 [R, D] in tiles BLOCK_M x 128; x_scale_ptr fp32 [G, R]; w_desc e4m3 [S * PARTS, N, D] in tiles of 1 or
 #   PARTS x BLOCK_N x 128; w_scale_ptr fp32 [S, PARTS, M, G]; offsets_ptr int32 [S+1]; y_ptr [R, N];
-#   y_scale_ptr fp32 [R, cdiv(N, 128)] where y is e4m3 (rounded to bf16 first; BLOCK_N 128), else None
+#   y_scale_ptr fp32 [cdiv(N, 128), R] where y is e4m3 (rounded to bf16 first; BLOCK_N 128), else None
 #   grid (most_row_tiles * cdiv(N, columns),): an upper bound; a program owns one tile of one slot, see row_tiles.py
 #   fp32. Rows from the slot's end on may be read, but are not written; TMA fills D and N up with zeros.
 
 
-@triton.jit(do_not_specialize=["num_slots", "stride_xsg"])
+@triton.jit(do_not_specialize=["num_slots", "num_x_rows"])
 def _many_rows_kernel(
     x_desc,
     x_scale_ptr,
@@ -60,8 +60,7 @@ def _many_rows_kernel(
     num_columns,
     width,
     num_slots,
-    stride_xsx,
-    stride_xsg,
+    num_x_rows,
     SWIGLU: tl.constexpr,
     DUAL: tl.constexpr,
     TINIEST: tl.constexpr,
@@ -87,7 +86,7 @@ def _many_rows_kernel(
     block_rows = tl.cdiv(num_columns, 128)
     row = first_row + tl.arange(0, BLOCK_M)
     in_m = row < end
-    x_scale_ptrs = x_scale_ptr + row.to(tl.int64) * stride_xsx
+    x_scale_ptrs = x_scale_ptr + row
     first_n = tile_n * COLUMNS
     part = slot * PARTS
     w_scale_ptrs = w_scale_ptr + (part.to(tl.int64) * block_rows + first_n // 128) * num_groups
@@ -106,7 +105,7 @@ def _many_rows_kernel(
         x_tile = x_desc.load([first_row, step * 128])
         # The next step's scales are on their way while this one is multiplied.
         ahead = min(step + 1, num_groups - 1)
-        next_x_scale = tl.load(x_scale_ptrs + ahead * stride_xsg, mask=in_m, other=0.0)
+        next_x_scale = tl.load(x_scale_ptrs + ahead.to(tl.int64) * num_x_rows, mask=in_m, other=0.0)
         next_w_scale = tl.load(w_scale_ptrs + ahead)
         next_other_scale = tl.load(other_scale_ptrs + ahead)
         if DUAL:
@@ -137,7 +136,7 @@ def _many_rows_kernel(
     if y_scale_ptr is not None:
         rounded = tl.where(mask, acc.to(tl.bfloat16).to(tl.float32), 0.0)
         acc, y_scale = fp8_group(rounded, TINIEST)  # pyright: ignore
-        tl.store(y_scale_ptr + row.to(tl.int64) * block_rows + tile_n, y_scale, mask=in_m)
+        tl.store(y_scale_ptr + tile_n.to(tl.int64) * num_x_rows + row, y_scale, mask=in_m)
     tl.store(y_row_ptr + first_n + n[None, :], acc.to(y_ptr.dtype.element_ty), mask=mask)
     if DUAL and not SWIGLU:
         mask = in_m[:, None] & (second_n + n < num_columns)[None, :]
@@ -169,8 +168,7 @@ def launch_many_rows(
         num_columns,
         w.values.shape[-1],
         num_slots,
-        x.scales.stride(0),
-        x.scales.stride(1),
+        x.values.shape[0],
         SWIGLU=parts == 2,
         DUAL=tile.dual,
         TINIEST=TINIEST,

@@ -35,13 +35,12 @@ GROUP = 128
 TINIEST = 1e-30
 """Stands for the largest magnitude of a group that has none above it: a scale is never 0 nor subnormal."""
 
-_ITEMS = 16  # groups of 128 columns that one program takes
 _MOST_AT_ONCE = 1 << 23  # elements of a weight that are quantised at a time
 
 
 class Quantized(NamedTuple):
-    """Rows in fp8 [X, D] and their scales [X, ceil(D / 128)]: columns 128g to 128g + 127 of row x are values times
-    scales[x, g]."""
+    """Rows in fp8 [X, D] and their scales [ceil(D / 128), X]: columns 128g to 128g + 127 of row x are values times
+    scales[g, x]. Scales of neighbouring rows lie together: a product reads those of a tile of rows at each step."""
 
     values: Tensor
     scales: Tensor
@@ -71,10 +70,10 @@ def quantize_rows(
     return run(x_XD, row_index_R=row_index_R, offsets_S1=offsets_S1, num_rows=num_rows)
 
 
-# q[r, d] = e4m3(x[index[r], d] / s[r, g]), s[r, g] = max(TINIEST, max over d of group g of |x[index[r], d]|) / 448
+# q[r, d] = e4m3(x[index[r], d] * (1 / s[g, r])), s[g, r] = max(TINIEST, max over d of group g of |x[index[r], d]|) / 448
 #   x_ptr [X, D], rows strided; index_ptr int32 [R] | None; last_ptr int32 [1] | None: rows from it on mean nothing;
-#   q_ptr e4m3 [R, D]; scale_ptr fp32 [R, G]. grid (cdiv(R * G, ITEMS),): a program owns ITEMS (row, group) pairs, rows
-#   first. fp32. Columns from D on are read as zero and not written.
+#   q_ptr e4m3 [R, D]; scale_ptr fp32 [G, R]. grid (cdiv(R, ROWS) * G,): a program owns one group of ROWS rows. fp32.
+#   Columns from D on are read as zero and not written.
 
 
 @triton.jit
@@ -84,7 +83,7 @@ def fp8_group(x, TINIEST: tl.constexpr):
     largest = tl.max(tl.abs(x), axis=1)
     largest = tl.where(largest > TINIEST, largest, TINIEST)
     scale = tl.div_rn(largest, 448.0)
-    return tl.div_rn(x, tl.broadcast_to(scale[:, None], x.shape)), scale
+    return x * tl.div_rn(1.0, scale)[:, None], scale
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -97,23 +96,22 @@ def _quantize_rows_kernel(
     num_rows,
     width,
     stride_x,
-    ITEMS: tl.constexpr,
+    ROWS: tl.constexpr,
     TINIEST: tl.constexpr,
     PDL: tl.constexpr,
 ):
     wait_for_inputs(PDL)
     num_groups = tl.cdiv(width, 128)
-    item = tl.program_id(0).to(tl.int64) * ITEMS + tl.arange(0, ITEMS)
-    row, group = item // num_groups, item % num_groups
-    last = num_rows if last_ptr is None else tl.load(last_ptr)
-    in_r = row < last
-    x_row = row if index_ptr is None else tl.load(index_ptr + row, mask=in_r, other=0).to(tl.int64)
-    d = group[:, None] * 128 + tl.arange(0, 128)[None, :]
+    group = tl.program_id(0) % num_groups
+    row = (tl.program_id(0) // num_groups) * ROWS + tl.arange(0, ROWS)
+    in_r = row < (num_rows if last_ptr is None else tl.load(last_ptr))
+    x_row = row if index_ptr is None else tl.load(index_ptr + row, mask=in_r, other=0)
+    d = group * 128 + tl.arange(0, 128)[None, :]
     mask = in_r[:, None] & (d < width)
-    x = tl.load(x_ptr + x_row[:, None] * stride_x + d, mask=mask, other=0.0).to(tl.float32)
+    x = tl.load(x_ptr + x_row.to(tl.int64)[:, None] * stride_x + d, mask=mask, other=0.0).to(tl.float32)
     q, scale = fp8_group(x, TINIEST)
-    tl.store(q_ptr + row[:, None] * width + d, q.to(q_ptr.dtype.element_ty), mask=mask)
-    tl.store(scale_ptr + item, scale, mask=in_r)
+    tl.store(q_ptr + row.to(tl.int64)[:, None] * width + d, q.to(q_ptr.dtype.element_ty), mask=mask)
+    tl.store(scale_ptr + group.to(tl.int64) * num_rows + row, scale, mask=in_r)
 
 
 def quantize_rows_triton(
@@ -124,23 +122,24 @@ def quantize_rows_triton(
     width = x_XD.shape[1]
     groups = cdiv(width, GROUP)
     values_RD = torch.empty(rows, width, dtype=FP8, device=x_XD.device)
-    scales_RG = torch.empty(rows, groups, dtype=torch.float32, device=x_XD.device)
+    scales_GR = torch.empty(groups, rows, dtype=torch.float32, device=x_XD.device)
     if values_RD.numel():
-        _quantize_rows_kernel[(cdiv(rows * groups, _ITEMS),)](
+        rows_per_program = 4 if rows <= 64 else 32
+        _quantize_rows_kernel[(cdiv(rows, rows_per_program) * groups,)](
             x_XD,
             row_index_R,
             None if offsets_S1 is None else offsets_S1[-1:],
             values_RD,
-            scales_RG,
+            scales_GR,
             rows,
             width,
             x_XD.stride(0),
-            ITEMS=_ITEMS,
+            ROWS=rows_per_program,
             TINIEST=TINIEST,
-            num_warps=4,
+            num_warps=1 if rows <= 64 else 4,
             **dependent_launch(x_XD),
         )
-    return Quantized(values_RD, scales_RG)
+    return Quantized(values_RD, scales_GR)
 
 
 def _check_operands(x_XD: Tensor, row_index_R: Tensor | None, offsets_S1: Tensor | None, num_rows: int | None) -> int:
@@ -170,9 +169,9 @@ def quantize_rows_reference(
     fill = cdiv(width, GROUP) * GROUP - width
     x_RGJ = torch.nn.functional.pad(x_RD.float(), (0, fill)).unflatten(1, (-1, GROUP))
     scales_RG = _scale_of(x_RGJ.abs().nan_to_num(nan=0.0, posinf=torch.inf).amax(-1))
-    values_RD = _to_fp8(x_RGJ / scales_RG[..., None]).flatten(1)[:, :width]
-    quantized = Quantized(values_RD.new_empty(rows, width), scales_RG.new_empty(rows, scales_RG.shape[1]))
-    quantized.values[:last], quantized.scales[:last] = values_RD, scales_RG
+    values_RD = _to_fp8(x_RGJ, scales_RG[..., None]).flatten(1)[:, :width]
+    quantized = Quantized(values_RD.new_empty(rows, width), scales_RG.new_empty(scales_RG.shape[1], rows))
+    quantized.values[:last], quantized.scales[:, :last] = values_RD, scales_RG.T
     return quantized
 
 
@@ -193,7 +192,7 @@ def quantize_blocks(w_ND: Tensor) -> QuantizedBlocks:
         fill = (0, G * GROUP - D, 0, cdiv(height, GROUP) * GROUP - height)
         part_MIGJ = torch.nn.functional.pad(part_ND, fill).unflatten(-1, (G, GROUP)).unflatten(-3, (-1, GROUP))
         part_MG = _scale_of(part_MIGJ.abs().amax((-3, -1)))
-        part_ND = _to_fp8(part_MIGJ / part_MG[..., :, None, :, None]).flatten(-2).flatten(-3, -2)
+        part_ND = _to_fp8(part_MIGJ, part_MG[..., :, None, :, None]).flatten(-2).flatten(-3, -2)
         values_ND[..., rows, :] = part_ND[..., :height, :D]
         scales_MG[..., first : first + blocks, :] = part_MG
     return QuantizedBlocks(values_ND, scales_MG)
@@ -201,7 +200,7 @@ def quantize_blocks(w_ND: Tensor) -> QuantizedBlocks:
 
 def dequantize_rows(x: Quantized) -> Tensor:
     """fp32 [X, D]."""
-    return x.values.float() * x.scales.repeat_interleave(GROUP, 1)[:, : x.values.shape[1]]
+    return x.values.float() * x.scales.T.repeat_interleave(GROUP, 1)[:, : x.values.shape[1]]
 
 
 def dequantize_blocks(values: Tensor, scales: Tensor) -> Tensor:
@@ -211,9 +210,10 @@ def dequantize_blocks(values: Tensor, scales: Tensor) -> Tensor:
 
 
 def _scale_of(largest: Tensor) -> Tensor:
-    return largest.clamp_min(TINIEST) / FP8_MAX
+    # Divided by a tensor: on a GPU torch multiplies by the reciprocal of a number, which rounds twice.
+    return largest.clamp_min(TINIEST) / torch.full_like(largest, FP8_MAX)
 
 
-def _to_fp8(x: Tensor) -> Tensor:
+def _to_fp8(x: Tensor, scale: Tensor) -> Tensor:
     """torch's cast turns what is beyond 448 into NaN; rounding may lift the largest a little above it."""
-    return x.clamp(-FP8_MAX, FP8_MAX).to(FP8)
+    return (x * (torch.ones_like(scale) / scale)).clamp(-FP8_MAX, FP8_MAX).to(FP8)

@@ -103,10 +103,10 @@ def check(run, counts, parts, width, columns, *, device, out_dtype, indexed, spa
     if indexed:
         index = torch.randperm(used, generator=torch.Generator().manual_seed(2)).to(device) + 2
         index_R = torch.cat([index, torch.full((spare,), WILD_INDEX, device=device)]).to(torch.int32)
-        x.scales[:2], x.scales[used + 2 :] = torch.nan, torch.nan
+        x.scales[:, :2], x.scales[:, used + 2 :] = torch.nan, torch.nan
     else:
         index, index_R = torch.arange(used, device=device), None
-        x.scales[used:] = torch.nan
+        x.scales[:, used:] = torch.nan
     ours = run(
         x, w, offsets_of(counts, device), row_index_R=index_R, num_rows=used + spare, out_dtype=out_dtype, **options
     )
@@ -133,7 +133,7 @@ def test_reference_bits_do_not_depend_on_the_rows_beside(parts):
     x, w = draw_rows(80, 200, "cpu"), draw_blocks(3, parts, 40, 200, "cpu")
     whole = grouped_gemm_fp8_reference(x, w, offsets_of((7, 70, 3), "cpu"), num_rows=80, out_dtype=torch.float32)
     for row in (7, 8, 40, 76):
-        one = Quantized(x.values[row : row + 1].clone(), x.scales[row : row + 1].clone())
+        one = Quantized(x.values[row : row + 1].clone(), x.scales[:, row : row + 1].clone())
         y = grouped_gemm_fp8_reference(one, w, offsets_of((0, 1, 0), "cpu"), num_rows=1, out_dtype=torch.float32)
         assert_same_bits(y, whole[row : row + 1])
 
@@ -194,7 +194,7 @@ def test_bits_do_not_depend_on_tile_kernel_or_batch(width, columns, parts):
     for tile in (*FEW_TILES, *MANY_TILES):
         assert_same_bits(run(x, offsets_S1, 256, tile), whole)
     for row in (3, 100, 249):
-        one = Quantized(x.values[row : row + 1].clone(), x.scales[row : row + 1].clone())
+        one = Quantized(x.values[row : row + 1].clone(), x.scales[:, row : row + 1].clone())
         for tile in (None, *MANY_TILES):
             assert_same_bits(run(one, offsets_of((0, 1, 0), "cuda"), 1, tile), whole[row : row + 1])
 
@@ -296,7 +296,7 @@ def test_compiles_for_few_rows(arch, rows, parts):
     args |= {"w": f"tensordesc<fp8e4nv[{parts}, {tile.block_n}, 128]>" if tma else "*fp8e4nv", "W_DESC": tma}
     args |= {"offsets_ptr": "*i32", "index_ptr": "*i32", "num_columns": "i32", "width": "i32", "num_slots": "i32"}
     args |= {"PARTS": parts, "EVEN_K": rows > 1, "BLOCK_S": 128, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n}
-    args |= {"GROUP_M": 8, "PDL": arch >= 90}
+    args |= {"num_x_rows": "i32", "GROUP_M": 8, "PDL": arch >= 90}
     assert compile_ahead(_few_rows_kernel, arch, args, num_warps=tile.num_warps, num_stages=tile.num_stages)
 
 
@@ -309,6 +309,6 @@ def test_compiles_for_many_rows(arch, tile, parts):
     args: dict[str, object] = {"x_scale_ptr": "*fp32", "w_scale_ptr": "*fp32", "offsets_ptr": "*i32", "y_ptr": "*bf16"}
     args |= {"x_desc": f"tensordesc<fp8e4nv[{tile.block_m}, 128]>", "y_scale_ptr": None, "num_columns": "i32"}
     args |= {"w_desc": f"tensordesc<fp8e4nv[{block_parts}, {tile.block_n}, 128]>", "width": "i32", "num_slots": "i32"}
-    args |= {"stride_xsx": "i32", "stride_xsg": 1, "SWIGLU": parts == 2, "DUAL": tile.dual, "TINIEST": TINIEST}
+    args |= {"num_x_rows": "i32", "SWIGLU": parts == 2, "DUAL": tile.dual, "TINIEST": TINIEST}
     args |= {"BLOCK_S": 128, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "GROUP_M": 8, "PDL": True}
     assert compile_ahead(_many_rows_kernel, arch, args, num_warps=tile.num_warps, num_stages=tile.num_stages)

@@ -49,7 +49,7 @@ def test_a_worked_row(device):
     x_XD = torch.zeros(1, 130, device=device)
     x_XD[0, :3] = torch.tensor([-896.0, 4.0, 0.01])
     q = quantize_rows(x_XD)
-    assert q.scales[0].tolist() == [2.0, float(torch.tensor(TINIEST) / 448)]
+    assert q.scales[:, 0].tolist() == [2.0, float(torch.tensor(TINIEST) / 448)]
     assert q.values[0, :4].float().tolist() == [-448.0, 2.0, 3 / 512, 0.0]
     assert not q.values[0, 128:].float().any()
 
@@ -63,8 +63,8 @@ def test_values_come_back_within_half_a_step(device, dtype, width):
     x_XD[3] *= 1e4 if dtype != torch.float16 else 100
     x_XD[4] *= 1e-4
     q = quantize_rows(x_XD)
-    assert q.values.dtype == FP8 and q.scales.shape == (37, -(-width // 128))
-    scale_XD = q.scales.repeat_interleave(128, 1)[:, :width]
+    assert q.values.dtype == FP8 and q.scales.shape == (-(-width // 128), 37)
+    scale_XD = q.scales.T.repeat_interleave(128, 1)[:, :width]
     error_XD = (dequantize_rows(q) - x_XD.float()).abs()
     assert bool((error_XD <= torch.maximum(x_XD.float().abs() * 2**-4, scale_XD * 2**-10) * 1.001).all())
     largest = torch.nn.functional.pad(q.values.float().abs(), (0, -width % 128)).unflatten(1, (-1, 128)).amax(-1)
@@ -91,8 +91,8 @@ def test_gathered_rows_are_the_rows_and_unused_ones_are_left_alone(device):
     offsets_S1 = torch.tensor([0, 1, 4], dtype=torch.int32, device=device)
     q = quantize_rows(x_XD, row_index_R=index_R, offsets_S1=offsets_S1, num_rows=6)
     rows = quantize_rows(x_XD[index_R[:4].long()])
-    assert q.values.shape == (6, 200) and q.scales.shape == (6, 2)
-    assert_same(Quantized(q.values[:4], q.scales[:4]), rows)
+    assert q.values.shape == (6, 200) and q.scales.shape == (2, 6)
+    assert_same(Quantized(q.values[:4], q.scales[:, :4]), rows)
 
 
 @pytest.mark.parametrize("num_rows", [0, 1, 127, 128, 129])
@@ -100,7 +100,7 @@ def test_gathered_rows_are_the_rows_and_unused_ones_are_left_alone(device):
 def test_bits_of_a_row_do_not_depend_on_the_others(device, num_rows):
     x_XD = draw(130, 300, device=device)
     whole, part = quantize_rows(x_XD), quantize_rows(x_XD[:num_rows].clone())
-    assert_same(part, Quantized(whole.values[:num_rows], whole.scales[:num_rows]))
+    assert_same(part, Quantized(whole.values[:num_rows], whole.scales[:, :num_rows]))
 
 
 @pytest.mark.gpu
@@ -119,7 +119,7 @@ def test_C16_rows_beyond_2_31_elements():
     assert x_XD.numel() > 2**31
     x_XD[-5:] = draw(5, 7168, device="cuda")
     q = quantize_rows(x_XD)
-    assert_same(Quantized(q.values[-5:], q.scales[-5:]), quantize_rows(x_XD[-5:].clone()))
+    assert_same(Quantized(q.values[-5:], q.scales[:, -5:]), quantize_rows(x_XD[-5:].clone()))
 
 
 @pytest.mark.parametrize("shape", [(128, 128), (40, 96), (300, 200), (3, 257, 130)])
@@ -165,5 +165,5 @@ def test_the_cpu_has_fp8():
 def test_compiles(arch, gather):
     args: dict[str, object] = {"x_ptr": "*bf16", "q_ptr": "*fp8e4nv", "scale_ptr": "*fp32", "num_rows": "i32"}
     args |= {"index_ptr": "*i32", "last_ptr": "*i32"} if gather else {"index_ptr": None, "last_ptr": None}
-    args |= {"width": "i32", "stride_x": "i32", "ITEMS": 16, "TINIEST": TINIEST, "PDL": arch >= 90}
+    args |= {"width": "i32", "stride_x": "i32", "ROWS": 32, "TINIEST": TINIEST, "PDL": arch >= 90}
     assert compile_ahead(_quantize_rows_kernel, arch, args, aligned=not gather)
