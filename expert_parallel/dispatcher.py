@@ -10,8 +10,9 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 from torch import Tensor
 
-from kernels.combine import combine
+from kernels.combine import combine, combine_norm
 from kernels.pack import pack
+from kernels.rmsnorm import Norm, rmsnorm_residual
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class ExpertInput:
 
 
 class Dispatcher(Protocol):
-    """Two verbs around the experts.
+    """Two verbs around the experts. Implementations inherit from this class, and with it what they do no better.
 
     `graph_safe`: no host sync and no shape that depends on the routing. `row_cap`: the most rows of x it takes at a
     time, None for any number. `rows_once`: whether a token that goes to several experts of one rank arrives there once
@@ -55,6 +56,16 @@ class Dispatcher(Protocol):
         """The complete sum over the K experts of every token, in the dtype of y: no further reduction may follow."""
         ...
 
+    def combine_norm(
+        self, y_RD: Tensor, handle: Any, residual_TD: Tensor, norm: Norm, shared_TD: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """(normalised rows, new residual) of `combine` (+ shared rows) and the residual. This is what it means; a
+        dispatcher that can do both in one launch has the same bits."""
+        out_TD = self.combine(y_RD, handle)
+        if shared_TD is not None:
+            out_TD += shared_TD
+        return rmsnorm_residual(out_TD, residual_TD, norm.weight_C, norm.eps)
+
 
 class LocalHandle(NamedTuple):
     """Where the results of a token lie, and what they weigh."""
@@ -63,7 +74,7 @@ class LocalHandle(NamedTuple):
     weights_TK: Tensor
 
 
-class LocalDispatcher:
+class LocalDispatcher(Dispatcher):
     """One rank holds every expert it uses. Rows are not copied: the first product gathers them by index.
 
     slot_of_E int32 [E]: the slot of each logical expert here, -1 for none; such an expert adds nothing to the sum.
@@ -89,3 +100,8 @@ class LocalDispatcher:
 
     def combine(self, y_RD: Tensor, handle: LocalHandle) -> Tensor:
         return combine(y_RD, handle.packed_row_TK, handle.weights_TK)
+
+    def combine_norm(
+        self, y_RD: Tensor, handle: LocalHandle, residual_TD: Tensor, norm: Norm, shared_TD: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        return combine_norm(y_RD, handle.packed_row_TK, handle.weights_TK, residual_TD, *norm, shared_TD)

@@ -290,6 +290,7 @@ def _check_heads(
 
 
 def check_rope(rope: Rope, num_tokens: int, width: int, slot_mapping_T: Tensor) -> None:
+    """Positions, slots and the table fit rows of this number and width."""
     rows = (rope.positions_T.shape, slot_mapping_T.shape, rope.positions_T.dtype, slot_mapping_T.dtype)
     assert rows == ((num_tokens,), (num_tokens,), torch.int64, torch.int64), f"positions and slots are {rows}"
     table = rope.cos_sin_PR

@@ -9,6 +9,8 @@ multiplied by the weight, as transformers does, so that checkpoints see the roun
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -16,6 +18,13 @@ from torch import Tensor
 
 from kernels.checks import assert_last_contiguous, assert_same_device, assert_shape, cdiv, next_power_of_2, uses_triton
 from kernels.dependent_launch import dependent_launch, wait_for_inputs
+
+
+class Norm(NamedTuple):
+    """What one norm is made of."""
+
+    weight_C: Tensor
+    eps: float
 
 
 def rmsnorm(x_C: Tensor, weight_C: Tensor, eps: float) -> Tensor:

@@ -1,15 +1,13 @@
 """How many rows each expert of each layer received, counted on the device, and how even that is.
 
-Knows layers and logical experts; knows nothing of ranks or requests. Counts are integers, so the atomics that add them
-leave no trace of their order.
+Knows layers and logical experts; knows nothing of ranks or requests. The router adds a layer's rows where it has just
+chosen their experts.
 """
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
-
-from kernels.count import count_ids_
 
 
 class LoadCounter:
@@ -20,9 +18,9 @@ class LoadCounter:
         self.num_experts = num_experts
         self._counts_LE = torch.zeros((num_layers, num_experts), dtype=torch.int64, device=device)
 
-    def add(self, layer_index: int, expert_ids_TK: Tensor) -> None:
-        """Add one step of one layer. No host sync. Ids outside [0, E), such as the -1 of padding rows, do not count."""
-        count_ids_(self._counts_LE[layer_index], expert_ids_TK)
+    def of_layer(self, layer_index: int) -> Tensor:
+        """The live counts of one layer, int64 [E] on the device: what the router adds to."""
+        return self._counts_LE[layer_index]
 
     def snapshot(self) -> Tensor:
         """Counts so far, int64 [layers, E] on the CPU. Waits for the device."""

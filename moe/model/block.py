@@ -1,11 +1,14 @@
-"""One decoder layer: norm, attention, norm, MLP or experts, with the residual kept beside the rows. Knows no tokens."""
+"""One decoder layer: attention, norm, MLP or experts, and the norm that follows; the residual is kept beside the rows.
+
+The first norm of a layer belongs to the layer before it, whose last launch takes it along. Knows no tokens.
+"""
 
 from __future__ import annotations
 
 from torch import Tensor
 
 from expert_parallel.dispatcher import Dispatcher
-from kernels.rmsnorm import rmsnorm, rmsnorm_residual
+from kernels.rmsnorm import Norm, rmsnorm_residual
 from moe.model.attention import GQAttention
 from moe.model.config import ModelConfig
 from moe.model.experts import DenseMLP
@@ -28,9 +31,8 @@ class Block:
         workspace: MLAWorkspace | None,
     ) -> None:
         name = f"layers.{index}"
-        self.norm_eps = config.norm_eps
-        self.attn_norm_D = parameters[f"{name}.attn_norm.weight"]
-        self.mlp_norm_D = parameters[f"{name}.mlp_norm.weight"]
+        self.attn_norm = Norm(parameters[f"{name}.attn_norm.weight"], config.norm_eps)
+        self.mlp_norm = Norm(parameters[f"{name}.mlp_norm.weight"], config.norm_eps)
         self.attention: GQAttention | MLAttention
         if workspace is None:
             self.attention = GQAttention(config, index, parameters, cos_sin_PR)
@@ -43,15 +45,11 @@ class Block:
             self.mlp = DenseMLP(parameters[f"{name}.mlp.gate_up.weight"], parameters.linear(f"{name}.mlp.down"))
 
     def __call__(
-        self, x_TD: Tensor, residual_TD: Tensor | None, plan: StepPlan, kv_cache: Tensor
+        self, y_TD: Tensor, residual_TD: Tensor, plan: StepPlan, kv_cache: Tensor, next_norm: Norm
     ) -> tuple[Tensor, Tensor]:
-        """(rows, residual): the layer's output is their sum, which the next norm takes. The first gets no residual."""
-        if residual_TD is None:
-            y_TD, residual_TD = rmsnorm(x_TD, self.attn_norm_D, self.norm_eps), x_TD
-        else:
-            y_TD, residual_TD = rmsnorm_residual(x_TD, residual_TD, self.attn_norm_D, self.norm_eps)
+        """(rows normalised by `attn_norm`, residual) in, (rows normalised by `next_norm`, residual) out."""
         y_TD = self.attention(y_TD, plan, kv_cache)
-        y_TD, residual_TD = rmsnorm_residual(y_TD, residual_TD, self.mlp_norm_D, self.norm_eps)
+        y_TD, residual_TD = rmsnorm_residual(y_TD, residual_TD, *self.mlp_norm)
         if isinstance(self.mlp, MoELayer):
-            return self.mlp(y_TD, plan.all_rows_2, plan.load, plan.step.real_T), residual_TD
-        return self.mlp(y_TD, plan.all_rows_2), residual_TD
+            return self.mlp(y_TD, residual_TD, next_norm, plan)
+        return rmsnorm_residual(self.mlp(y_TD, plan.all_rows_2), residual_TD, *next_norm)

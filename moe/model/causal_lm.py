@@ -12,7 +12,7 @@ from torch import Tensor
 
 from expert_parallel.dispatcher import LocalDispatcher
 from expert_parallel.placement import Placement
-from kernels.rmsnorm import rmsnorm_residual
+from kernels.rmsnorm import Norm, rmsnorm
 from moe.model.block import Block
 from moe.model.config import MLAConfig, ModelConfig
 from moe.model.embedding import Embedding, Head
@@ -70,7 +70,7 @@ class CausalLM:
             Block(config, index, self.parameters, dispatcher, self.cos_sin_PR, workspace)
             for index in range(config.num_layers)
         ]
-        self.norm_D = self.parameters["norm.weight"]
+        self.norm = Norm(self.parameters["norm.weight"], config.norm_eps)
         self.head = Head(self.parameters["embed.weight" if config.tie_embeddings else "lm_head.weight"])
 
     def targets(self) -> dict[str, Tensor]:
@@ -87,26 +87,22 @@ class CausalLM:
     @torch.no_grad()
     def forward(self, step: StepInput, kv_caches: Sequence[Tensor]) -> Tensor:
         """fp32 logits [B', V] of the rows `step.logits_rows_B`. Writes the cache where slot_mapping says."""
-        x_TD, residual_TD = self._rows(step, kv_caches)
+        x_TD = self.hidden(step, kv_caches)
         rows = step.logits_rows_B
-        x_BD, _ = rmsnorm_residual(x_TD[rows], residual_TD[rows], self.norm_D, self.config.norm_eps)
-        return self.head(x_BD)
+        # Rows of decode alone that are all wanted come in their order: nothing to gather.
+        every_row = step.prefill is None and rows.shape[0] == x_TD.shape[0]
+        return self.head(x_TD if every_row else x_TD[rows])
 
     @torch.no_grad()
     def hidden(self, step: StepInput, kv_caches: Sequence[Tensor]) -> Tensor:
-        """x_TD after the last norm, every row: what tests compare beside the logits."""
-        x_TD, residual_TD = self._rows(step, kv_caches)
-        return rmsnorm_residual(x_TD, residual_TD, self.norm_D, self.config.norm_eps)[0]
-
-    def _rows(self, step: StepInput, kv_caches: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        """(x_TD, residual_TD) behind the last layer; the last norm takes their sum."""
+        """x_TD after the last norm, every row."""
         plan = self._plan(step, kv_caches)
-        x_TD: Tensor = self.embedding(step.token_ids_T)
-        residual_TD: Tensor | None = None
-        for block, kv_cache in zip(self.blocks, kv_caches, strict=True):
-            x_TD, residual_TD = block(x_TD, residual_TD, plan, kv_cache)
-        assert residual_TD is not None, "a network has at least one layer"
-        return x_TD, residual_TD
+        residual_TD = self.embedding(step.token_ids_T)
+        y_TD = rmsnorm(residual_TD, *self.blocks[0].attn_norm)
+        next_norms = [*(block.attn_norm for block in self.blocks[1:]), self.norm]
+        for block, kv_cache, next_norm in zip(self.blocks, kv_caches, next_norms, strict=True):
+            y_TD, residual_TD = block(y_TD, residual_TD, plan, kv_cache, next_norm)
+        return y_TD
 
     def _plan(self, step: StepInput, kv_caches: Sequence[Tensor]) -> StepPlan:
         """Checks on the host what a kernel could only read out of bounds, then plans the step."""

@@ -6,15 +6,15 @@ for the device and no shape depends on the routing.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from expert_parallel.dispatcher import Dispatcher
+from kernels.rmsnorm import Norm
 from moe.model.config import MoEConfig
 from moe.model.experts import DenseMLP, make_experts
 from moe.model.linear import Parameters
+from moe.model.step_plan import StepPlan
 from router.gate import Gate
-from router.load import LoadCounter
 
 
 class MoELayer:
@@ -32,18 +32,15 @@ class MoELayer:
             down = parameters.linear(f"{name}.shared.down")
             self.shared = DenseMLP(parameters[f"{name}.shared.gate_up.weight"], down)
 
-    def __call__(
-        self, x_TD: Tensor, all_rows_2: Tensor, load: LoadCounter | None = None, real_T: Tensor | None = None
-    ) -> Tensor:
-        """Rows in, rows out. `all_rows_2` is (0, T) on the device. Rows that `real_T` calls padding go to no expert."""
-        expert_ids_TK, weights_TK = self.gate(x_TD)
-        if real_T is not None:
-            expert_ids_TK = torch.where(real_T[:, None], expert_ids_TK, -1)
-        if load is not None:
-            load.add(self.index, expert_ids_TK)
+    def __call__(self, x_TD: Tensor, residual_TD: Tensor, norm: Norm, plan: StepPlan) -> tuple[Tensor, Tensor]:
+        """(normalised rows, new residual): the norm that follows the layer comes with the combine.
+
+        Rows that `step.real_T` calls padding go to no expert.
+        """
+        counts_E = None if plan.load is None else plan.load.of_layer(self.index)
+        expert_ids_TK, weights_TK = self.gate(x_TD, plan.step.real_T, counts_E)
         inputs = self.dispatcher.dispatch(x_TD, expert_ids_TK, weights_TK)
         y_RD = self.experts(inputs)
-        out_TD = self.dispatcher.combine(y_RD, inputs.handle)
-        if self.shared is not None:
-            out_TD += self.shared(x_TD, all_rows_2)  # unscaled: the routed scale belongs to the router's weights
-        return out_TD
+        # Shared rows are unscaled: the routed scale belongs to the router's weights.
+        shared_TD = None if self.shared is None else self.shared(x_TD, plan.all_rows_2)
+        return self.dispatcher.combine_norm(y_RD, inputs.handle, residual_TD, norm, shared_TD)

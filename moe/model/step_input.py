@@ -50,5 +50,7 @@ class StepInput:
     num_decode: int
     decode: DecodeBatch | None
     prefill: PrefillBatch | None
-    logits_rows_B: Tensor  # int64 [B'], the rows whose logits are wanted, in the order of the result
+    # int64 [B'], the distinct rows whose logits are wanted, in the order of the result. Any order; but a step of decode
+    # rows alone that wants them all has 0, 1, 2, ...: the network then gathers nothing.
+    logits_rows_B: Tensor
     real_T: Tensor | None = None  # bool [T], False: a padding row, which goes to no expert; None: every row is real

@@ -11,11 +11,14 @@ import torch
 
 from expert_parallel.dispatcher import LocalDispatcher
 from expert_parallel.placement import Placement
+from kernels.rmsnorm import Norm
 from kernels.routing import RoutingRule
 from moe.model.config import MoEConfig
 from moe.model.experts import DenseMLP
 from moe.model.layer import MoELayer
 from moe.model.linear import Linear, Parameters
+from moe.model.step_input import StepInput
+from moe.model.step_plan import StepPlan
 from router.load import LoadCounter
 from tests.compare import assert_same_bits
 
@@ -53,8 +56,21 @@ def layer_of_scalings(
     return MoELayer(moe, 0, Parameters(tensors), dispatcher)
 
 
-def all_rows(x_TD: torch.Tensor) -> torch.Tensor:
-    return torch.tensor([0, x_TD.shape[0]], dtype=torch.int32, device=x_TD.device)
+def inputs_of(
+    x_TD: torch.Tensor, load: LoadCounter | None = None, real_T: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor, Norm, StepPlan]:
+    """What a layer takes beside its rows, with a residual of zero and a plain norm."""
+    num_tokens, device = x_TD.shape[0], x_TD.device
+    positions_T = torch.arange(num_tokens, device=device)
+    step = StepInput(positions_T, positions_T, positions_T, num_tokens, None, None, positions_T, real_T)
+    all_rows_2 = torch.tensor([0, num_tokens], dtype=torch.int32, device=device)
+    norm = Norm(torch.ones(x_TD.shape[1], dtype=x_TD.dtype, device=device), 1e-6)
+    return x_TD, torch.zeros_like(x_TD), norm, StepPlan(step, all_rows_2, (), load)
+
+
+def rows_of(layer: MoELayer, *args) -> torch.Tensor:
+    """The layer's own rows: the new residual where the old one is zero. Arguments of `inputs_of`."""
+    return layer(*inputs_of(*args))[1]
 
 
 X = torch.tensor([[0.5, -2.0, 3.0, 1.0], [7.0, 0.25, -1.0, 1.0]])
@@ -67,7 +83,7 @@ def test_C46_shared_expert_is_added_once_and_unscaled() -> None:
     for scale, expected in ((1.0, 11.5), (2.0, 13.0)):
         rule = RoutingRule(top_k=2, scale=scale)
         layer = layer_of_scalings(4, rule, router_ED, Placement.contiguous(4, 1), 0, shared=10.0)
-        torch.testing.assert_close(layer(X, all_rows(X))[:, :3], expected * X[:, :3])
+        torch.testing.assert_close(rows_of(layer, X)[:, :3], expected * X[:, :3])
 
 
 def test_C46_replicated_shared_expert_and_split_routed_ones() -> None:
@@ -75,8 +91,8 @@ def test_C46_replicated_shared_expert_and_split_routed_ones() -> None:
     router_ED = torch.zeros(4, 4)
     router_ED[0, -1] = router_ED[3, -1] = 50.0  # experts 0 and 3: one on each rank
     rule, placement = RoutingRule(top_k=2), Placement.contiguous(4, 2)
-    routed = [layer_of_scalings(4, rule, router_ED, placement, rank, shared=None)(X, all_rows(X)) for rank in range(2)]
-    whole = layer_of_scalings(4, rule, router_ED, Placement.contiguous(4, 1), 0, shared=10.0)(X, all_rows(X))
+    routed = [rows_of(layer_of_scalings(4, rule, router_ED, placement, rank, shared=None), X) for rank in range(2)]
+    whole = rows_of(layer_of_scalings(4, rule, router_ED, Placement.contiguous(4, 1), 0, shared=10.0), X)
     torch.testing.assert_close(whole[:, :3], (0.5 * 1 + 0.5 * 4 + 10) * X[:, :3])
     torch.testing.assert_close((routed[0] + routed[1])[:, :3], whole[:, :3] - 10.0 * X[:, :3])
 
@@ -92,7 +108,7 @@ def test_C28_layer_with_moved_experts_has_the_same_bits() -> None:
         Placement.of_ranks(8, [[3, None, 7, 1, 0, 2, None, 6, 5, 4]]),
     ]
     outputs = [
-        layer_of_scalings(8, RoutingRule(top_k=4), router_ED, placement, 0, shared=None)(X, all_rows(X))
+        rows_of(layer_of_scalings(8, RoutingRule(top_k=4), router_ED, placement, 0, shared=None), X)
         for placement in placements
     ]
     torch.testing.assert_close(outputs[0][:, :3], 4.9 * X[:, :3])
@@ -104,15 +120,15 @@ def test_rows_are_counted_where_they_are_real() -> None:
     router_ED[2:, -1] = -50.0
     layer = layer_of_scalings(4, RoutingRule(top_k=2), router_ED, Placement.contiguous(4, 1), 0, shared=None)
     load = LoadCounter(1, 4, "cpu")
-    layer(X, all_rows(X), load)
+    rows_of(layer, X, load)
     assert load.snapshot().tolist() == [[2, 2, 0, 0]]
-    layer(X, all_rows(X), load, torch.tensor([True, False]))
+    rows_of(layer, X, load, torch.tensor([True, False]))
     assert load.snapshot().tolist() == [[3, 3, 0, 0]]
 
 
 def test_no_rows() -> None:
     layer = layer_of_scalings(4, RoutingRule(top_k=2), torch.zeros(4, 4), Placement.contiguous(4, 1), 0, shared=10.0)
-    assert layer(X[:0], all_rows(X[:0])).shape == (0, 4)
+    assert rows_of(layer, X[:0]).shape == (0, 4)
 
 
 def random_layer(device: str, dtype: torch.dtype, width: int = 256, num_experts: int = 16) -> MoELayer:
@@ -131,9 +147,8 @@ def random_layer(device: str, dtype: torch.dtype, width: int = 256, num_experts:
 def test_padding_rows_go_to_no_expert() -> None:
     layer, load = random_layer("cpu", torch.float32), LoadCounter(1, 16, "cpu")
     x_TD = torch.randn(5, 256)
-    rows = all_rows(x_TD)
-    whole_TD = layer(x_TD, rows)
-    padded_TD = layer(x_TD, rows, load, torch.tensor([True, False, True, True, False]))
+    whole_TD = rows_of(layer, x_TD)
+    padded_TD = rows_of(layer, x_TD, load, torch.tensor([True, False, True, True, False]))
     assert torch.equal(padded_TD[[0, 2, 3]], whole_TD[[0, 2, 3]])
     assert bool((padded_TD[[1, 4]] == 0).all())
     assert int(load.snapshot().sum()) == 3 * 4
@@ -145,15 +160,15 @@ def test_the_layer_never_waits_for_the_device(num_tokens: int) -> None:
     """From router to combine, with counting: any host sync raises."""
     layer, load = random_layer("cuda", torch.bfloat16), LoadCounter(1, 16, "cuda")
     x_TD = torch.randn(num_tokens, 256, device="cuda", dtype=torch.bfloat16)
-    rows, real_T = all_rows(x_TD), torch.ones(num_tokens, dtype=torch.bool, device="cuda")
-    layer(x_TD, rows, load, real_T)  # compile first
+    inputs = inputs_of(x_TD, load, torch.ones(num_tokens, dtype=torch.bool, device="cuda"))
+    layer(*inputs)  # compile first
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        out_TD = layer(x_TD, rows, load, real_T)
+        out_TD = layer(*inputs)[1]
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    expected_TD = random_layer("cpu", torch.bfloat16)(x_TD.cpu(), rows.cpu())
+    expected_TD = rows_of(random_layer("cpu", torch.bfloat16), x_TD.cpu())
     assert float((out_TD.cpu() - expected_TD).float().norm() / expected_TD.float().norm()) < 0.02
     assert int(load.snapshot().sum()) == 2 * 4 * num_tokens
 
@@ -164,16 +179,16 @@ def test_the_layer_runs_on_our_kernels(num_tokens: int) -> None:
     """The profiler sees our kernels for logits, routing, packing, both products and the sum, and no library product."""
     layer = random_layer("cuda", torch.bfloat16)
     x_TD = torch.randn(num_tokens, 256, device="cuda", dtype=torch.bfloat16)
-    rows = all_rows(x_TD)
-    layer(x_TD, rows)
+    inputs = inputs_of(x_TD)
+    layer(*inputs)
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        layer(x_TD, rows)
+        layer(*inputs)
         torch.cuda.synchronize()
     names = [event.name for event in profile.events() or [] if str(event.device_type).endswith("CUDA")]
-    for ours in ("_linear_kernel", "_route_kernel", "_grouped_gemm_kernel", "_combine_kernel"):
+    for ours in ("_gate_parts_kernel", "_route_kernel", "_grouped_gemm_kernel", "_combine_norm_kernel"):
         assert any(ours in name for name in names), f"{ours} is missing among {names}"
-    assert any("_pack_pairs_kernel" in name or "_rank_kernel" in name for name in names), names
+    assert any("_pack_slots_kernel" in name or "_rank_kernel" in name for name in names), names
     foreign = [name for name in names if any(word in name for word in ("cutlass", "cublas", "nvjet", "sgemm", "xmma"))]
     assert not foreign, foreign
 
@@ -187,8 +202,8 @@ def test_from_forward_to_a_launch_at_most_4_calls_and_4_files() -> None:
         Linear(torch.randn(256, 128, device="cuda", dtype=torch.bfloat16)),
     )
     x_TD = torch.randn(5, 256, device="cuda", dtype=torch.bfloat16)
-    rows, root = all_rows(x_TD), str(Path(__file__).parents[2])
-    layer(x_TD, rows)
+    inputs, root = inputs_of(x_TD), str(Path(__file__).parents[2])
+    layer(*inputs)
     ways: set[tuple[str, ...]] = set()
 
     def enter(frame: FrameType, event: str, _: object) -> None:
@@ -206,7 +221,7 @@ def test_from_forward_to_a_launch_at_most_4_calls_and_4_files() -> None:
 
     sys.setprofile(enter)
     try:
-        layer(x_TD, rows)
+        layer(*inputs)
     finally:
         sys.setprofile(None)
     launched = [way for way in ways if way[-1].split(":")[0].startswith("/kernels/")]

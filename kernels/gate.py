@@ -1,0 +1,331 @@
+"""The router in one stretch: logits of every expert in fp32, then the routing of routing.py.
+
+    logits[t, e] = sum over parts p, ascending, of (sum over k in part p of x[t, k] * w[e, k])
+
+Knows rows, gate weights and the rule; knows neither experts' weights nor where they live. Few tokens give a GPU little
+to do at once, so K is cut into parts of PART columns, which programs multiply side by side. The parts follow from K
+alone, and are summed in order whoever multiplies them, so a row's bits do not depend on how many rows there are.
+"""
+
+# Launch options such as num_warps are no parameters of a kernel.
+# pyright: reportCallIssue=false
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.checks import assert_last_contiguous, cdiv, next_power_of_2, uses_triton
+from kernels.dependent_launch import dependent_launch, wait_for_inputs
+from kernels.linear import linear_reference
+from kernels.routing import (
+    Routing,
+    RoutingRule,
+    check_rows,
+    empty_routing,
+    route_parts_triton,
+    route_reference,
+    route_tile,
+    tile_options,
+)
+
+PART = 256
+"""Columns of K in one part: one step of the product."""
+
+_TOKENS = 16
+"""Rows of a program where K is cut: the least a tensor core takes."""
+
+
+def gate(
+    x_TD: Tensor,
+    weight_ED: Tensor,
+    bias_E: Tensor | None,
+    rule: RoutingRule,
+    *,
+    real_T: Tensor | None = None,
+    counts_E: Tensor | None = None,
+) -> Routing:
+    """`route` of the fp32 logits x w^T; `gate_reference` is the definition.
+
+    Operands of different dtypes are both read as the wider one; fp32 is multiplied in fp32, never in tf32.
+    """
+    run = gate_triton if uses_triton(x_TD) else gate_reference
+    return run(x_TD, weight_ED, bias_E, rule, real_T=real_T, counts_E=counts_E)
+
+
+# parts[p, t, e] = sum over k in part p, ascending, of x[t, k] * w[e, k]; with one part in the output: their sum, p
+# ascending.
+#   x_ptr [T, K], w_ptr [E, K], rows strided; parts_ptr fp32 [P or 1, T, E] contiguous
+#   grid (cdiv(T, BLOCK_T), cdiv(E, BLOCK_N), P or 1): a program owns a tile of [T, E] and one part, or all of them.
+#   fp32 accumulation; rows, experts and columns beyond the last are read as zero.
+
+
+@triton.jit
+def _gate_tile(
+    x_ptr,
+    w_ptr,
+    token,
+    expert,
+    first_part,
+    last_part,
+    num_tokens,
+    num_experts,
+    width,
+    stride_x,
+    stride_w,
+    BLOCK_T: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PART: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    k = tl.arange(0, PART)
+    in_t, in_e = (token < num_tokens)[:, None], (expert < num_experts)[None, :]
+    x_ptrs = x_ptr + token.to(tl.int64)[:, None] * stride_x + k[None, :]
+    w_ptrs = w_ptr + expert.to(tl.int64)[None, :] * stride_w + k[:, None]
+    total = tl.zeros((BLOCK_T, BLOCK_N), tl.float32)
+    for part in range(first_part, last_part):
+        start = part * PART
+        in_k = start + k < width
+        x = tl.load(x_ptrs + start, mask=in_t & in_k[None, :], other=0.0)
+        w = tl.load(w_ptrs + start, mask=in_e & in_k[:, None], other=0.0)
+        if WIDE:
+            x, w = x.to(tl.float32), w.to(tl.float32)
+        total += tl.dot(x, w, input_precision="ieee")
+    return total
+
+
+# Sizes of the batch are not specialised on: a kernel compiled in the middle of a run would stall it.
+@triton.jit(do_not_specialize=["num_tokens", "parts_each"])
+def _gate_parts_kernel(
+    x_ptr,
+    w_ptr,
+    parts_ptr,
+    num_tokens,
+    num_experts,
+    width,
+    parts_each,
+    stride_x,
+    stride_w,
+    BLOCK_T: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PART: tl.constexpr,
+    WIDE: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    wait_for_inputs(PDL)
+    token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    expert = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    first = tl.program_id(2) * parts_each
+    last = tl.minimum(first + parts_each, tl.cdiv(width, PART))
+    total = _gate_tile(
+        x_ptr, w_ptr, token, expert, first, last, num_tokens, num_experts, width, stride_x, stride_w,
+        BLOCK_T, BLOCK_N, PART, WIDE,
+    )  # fmt: skip
+    row = tl.program_id(2) * num_tokens.to(tl.int64) + token
+    place_ptr = parts_ptr + row[:, None] * num_experts + expert[None, :]
+    tl.store(place_ptr, total, mask=(token < num_tokens)[:, None] & (expert < num_experts)[None, :])
+
+
+# The same and the routing in one launch, for few tokens.
+#   counters_ptr int32 [cdiv(T, BLOCK_M) or more], zero before and after: programs of a block of tokens that are done.
+#   The last of them finds all parts written, sums them in order and routes; who is last leaves no trace.
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _gate_route_kernel(
+    x_ptr,
+    w_ptr,
+    parts_ptr,
+    counters_ptr,
+    bias_ptr,
+    real_ptr,
+    counts_ptr,
+    ids_ptr,
+    weights_ptr,
+    num_tokens,
+    num_experts,
+    width,
+    stride_x,
+    stride_w,
+    epsilon,
+    scale,
+    NUM_PARTS: tl.constexpr,
+    TOP_K: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    NUM_GROUPS: tl.constexpr,
+    TOPK_GROUPS: tl.constexpr,
+    TOP2_SUM: tl.constexpr,
+    RENORMALIZE: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PART: tl.constexpr,
+    WIDE: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    wait_for_inputs(PDL)
+    token = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    expert = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    part = tl.program_id(2)
+    total = _gate_tile(
+        x_ptr, w_ptr, token, expert, part, part + 1, num_tokens, num_experts, width, stride_x, stride_w,
+        BLOCK_M, BLOCK_N, PART, WIDE,
+    )  # fmt: skip
+    stride_p = num_tokens.to(tl.int64) * num_experts
+    place_ptr = parts_ptr + part * stride_p + token.to(tl.int64)[:, None] * num_experts + expert[None, :]
+    tl.store(place_ptr, total, mask=(token < num_tokens)[:, None] & (expert < num_experts)[None, :])
+    # All threads of this program have written before one of them says so.
+    tl.debug_barrier()
+    done = tl.atomic_add(counters_ptr + tl.program_id(0), 1, sem="acq_rel")
+    if done == tl.num_programs(1) * tl.num_programs(2) - 1:
+        tl.store(counters_ptr + tl.program_id(0), 0)
+        for first in range(0, BLOCK_M, BLOCK_T):
+            if tl.program_id(0) * BLOCK_M + first < num_tokens:
+                route_tile(
+                    parts_ptr, bias_ptr, real_ptr, counts_ptr, ids_ptr, weights_ptr,
+                    tl.program_id(0) * BLOCK_M + first, num_tokens, num_experts, stride_p, num_experts, epsilon, scale,
+                    NUM_PARTS, TOP_K, SIGMOID, NUM_GROUPS, TOPK_GROUPS, TOP2_SUM, RENORMALIZE,
+                    BLOCK_T, BLOCK_E, BLOCK_G, BLOCK_K,
+                )  # fmt: skip
+
+
+def gate_triton(
+    x_TD: Tensor,
+    weight_ED: Tensor,
+    bias_E: Tensor | None,
+    rule: RoutingRule,
+    *,
+    real_T: Tensor | None = None,
+    counts_E: Tensor | None = None,
+) -> Routing:
+    """`gate` in two launches: the product, with K cut where tokens are few, and the routing."""
+    few = x_TD.shape[0] <= 256
+    return gate_parts_triton(x_TD, weight_ED, bias_E, rule, real_T=real_T, counts_E=counts_E, cut=few)
+
+
+def gate_parts_triton(
+    x_TD: Tensor,
+    weight_ED: Tensor,
+    bias_E: Tensor | None,
+    rule: RoutingRule,
+    *,
+    real_T: Tensor | None = None,
+    counts_E: Tensor | None = None,
+    cut: bool,
+    block_n: int = 32,
+    num_warps: int = 4,
+) -> Routing:
+    """Two launches; `cut`: a program for each part of K, else one for all."""
+    _check_operands(x_TD, weight_ED, bias_E, rule, real_T, counts_E)
+    (num_tokens, width), num_experts = x_TD.shape, weight_ED.shape[0]
+    num_parts = cdiv(width, PART) if cut else 1
+    parts_PTE = torch.empty(num_parts, num_tokens, num_experts, dtype=torch.float32, device=x_TD.device)
+    if num_tokens > 0:
+        wide = x_TD.dtype != weight_ED.dtype or x_TD.dtype == torch.float32
+        block_t = _TOKENS if cut or wide else 64
+        block_n = max(16, min(block_n if cut else 64, next_power_of_2(num_experts)))
+        grid = (cdiv(num_tokens, block_t), cdiv(num_experts, block_n), num_parts)
+        _gate_parts_kernel[grid](
+            x_TD,
+            weight_ED,
+            parts_PTE,
+            num_tokens,
+            num_experts,
+            width,
+            1 if cut else cdiv(width, PART),
+            x_TD.stride(0),
+            weight_ED.stride(0),
+            BLOCK_T=block_t,
+            BLOCK_N=block_n,
+            PART=PART,
+            WIDE=x_TD.dtype != weight_ED.dtype,
+            num_warps=num_warps,
+            num_stages=2,
+            **dependent_launch(x_TD),
+        )
+    return route_parts_triton(parts_PTE, bias_E, rule, real_T, counts_E)
+
+
+def gate_counted_triton(
+    x_TD: Tensor,
+    weight_ED: Tensor,
+    bias_E: Tensor | None,
+    rule: RoutingRule,
+    counters_X: Tensor,
+    *,
+    real_T: Tensor | None = None,
+    counts_E: Tensor | None = None,
+    block_n: int = 32,
+    num_warps: int = 4,
+) -> Routing:
+    """One launch. counters_X int32, zero, one for each 16 tokens; zero again afterwards."""
+    _check_operands(x_TD, weight_ED, bias_E, rule, real_T, counts_E)
+    (num_tokens, width), num_experts = x_TD.shape, weight_ED.shape[0]
+    routing = empty_routing(num_tokens, rule, x_TD.device)
+    if num_tokens == 0:
+        return routing
+    num_parts = cdiv(width, PART)
+    parts_PTE = torch.empty(num_parts, num_tokens, num_experts, dtype=torch.float32, device=x_TD.device)
+    block_n = max(16, min(block_n, next_power_of_2(num_experts)))
+    _gate_route_kernel[(cdiv(num_tokens, _TOKENS), cdiv(num_experts, block_n), num_parts)](
+        x_TD,
+        weight_ED,
+        parts_PTE,
+        counters_X,
+        bias_E,
+        real_T,
+        counts_E,
+        *routing,
+        num_tokens,
+        num_experts,
+        width,
+        x_TD.stride(0),
+        weight_ED.stride(0),
+        float(rule.epsilon),
+        float(rule.scale),
+        NUM_PARTS=num_parts,
+        **tile_options(rule, num_experts),
+        BLOCK_M=_TOKENS,
+        BLOCK_N=block_n,
+        PART=PART,
+        WIDE=x_TD.dtype != weight_ED.dtype,
+        num_warps=num_warps,
+        num_stages=1,
+        **dependent_launch(x_TD),
+    )
+    return routing
+
+
+def _check_operands(
+    x_TD: Tensor,
+    weight_ED: Tensor,
+    bias_E: Tensor | None,
+    rule: RoutingRule,
+    real_T: Tensor | None,
+    counts_E: Tensor | None,
+) -> None:
+    (num_tokens, width), num_experts = x_TD.shape, weight_ED.shape[0]
+    assert weight_ED.shape == (num_experts, width), f"rows of {x_TD.shape}, gate of {weight_ED.shape}"
+    assert_last_contiguous("x_TD", x_TD)
+    assert_last_contiguous("weight_ED", weight_ED)
+    check_rows(num_tokens, num_experts, bias_E, rule, real_T, counts_E)
+
+
+def gate_reference(
+    x_TD: Tensor,
+    weight_ED: Tensor,
+    bias_E: Tensor | None,
+    rule: RoutingRule,
+    *,
+    real_T: Tensor | None = None,
+    counts_E: Tensor | None = None,
+) -> Routing:
+    """The definition, and the CPU's product path."""
+    _check_operands(x_TD, weight_ED, bias_E, rule, real_T, counts_E)
+    logits_TE = linear_reference(x_TD, weight_ED, out_dtype=torch.float32)
+    return route_reference(logits_TE, bias_E, rule, real_T=real_T, counts_E=counts_E)
