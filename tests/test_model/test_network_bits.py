@@ -19,21 +19,33 @@ BF16_VARIANTS = ("mixtral-window", "qwen3_moe", "deepseek_v2-lite", "deepseek_v3
 CPU_KINDS = [
     *((variant, torch.float32, "cpu") for variant in FP32_VARIANTS),
     *((variant, torch.bfloat16, "cpu") for variant in BF16_VARIANTS),
+    ("qwen3_moe", torch.float32, "cpu", "fp8"),
+    ("deepseek_v3", torch.bfloat16, "cpu", "fp8"),
 ]
 GPU_KINDS = [
     pytest.param((variant, dtype, "cuda"), marks=pytest.mark.gpu)
     for variant in FP32_VARIANTS
     for dtype in (torch.bfloat16, torch.float32)
+] + [
+    pytest.param((variant, torch.bfloat16, "cuda", "fp8"), marks=pytest.mark.gpu)
+    for variant in ("mixtral", "qwen3_moe", "deepseek_v3")
 ]
 
 
-@pytest.fixture(scope="module", params=[*CPU_KINDS, *GPU_KINDS], ids=lambda kind: f"{kind[0]}-{kind[1]}-{kind[2]}")
+@pytest.fixture(scope="module", params=[*CPU_KINDS, *GPU_KINDS], ids=lambda kind: "-".join(map(str, kind)))
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> CausalLM:
-    variant, dtype, device = request.param
+    variant, dtype, device, *quantization = request.param
     folder = tmp_path_factory.mktemp(variant)
     write_variant(folder, variant)
     # 64 rows of workspace: the longest prompt takes three rounds, and sequences take turns.
-    return load_model(folder, dtype=dtype, device=torch.device(device), max_model_len=512, mla_workspace_tokens=64)
+    return load_model(
+        folder,
+        dtype=dtype,
+        device=torch.device(device),
+        quantization=quantization[0] if quantization else "auto",
+        max_model_len=512,
+        mla_workspace_tokens=64,
+    )
 
 
 def tokens_of(length: int, seed: int) -> list[int]:
