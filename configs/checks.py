@@ -11,6 +11,7 @@ from typing import NamedTuple
 from configs.schema import Config, Section
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
+QUANTIZATIONS = ("auto", "none", "fp8")
 
 
 class Range(NamedTuple):
@@ -61,6 +62,7 @@ def check(config: Config) -> None:
 def _check_choices(config: Config) -> None:
     _one_of("dtype", config.dtype, DTYPES)
     _one_of("load_format", config.load_format, ("auto", "safetensors", "dummy"))
+    _one_of("quantization", config.quantization, QUANTIZATIONS)
     _one_of("engine.device", config.engine.device, ("auto", "cuda", "cpu"))
     _one_of("parallel.dispatcher", config.parallel.dispatcher, ("auto", "local"))
     _one_of("parallel.combine", config.parallel.combine, ("exact",))
@@ -96,6 +98,7 @@ def _check_engine(config: Config) -> None:
     _number("engine.max_batched_tokens", engine.max_batched_tokens, 1)
     _number("engine.prefill_chunk", engine.prefill_chunk, 1)
     _number("engine.mla_workspace_tokens", engine.mla_workspace_tokens, 1)
+    _number("engine.capture_seconds", engine.capture_seconds, 0)
     _number("engine.step_timeout_s", engine.step_timeout_s, 0, low_open=True)
     _number("engine.force_preempt_every", engine.force_preempt_every, 0)
     if engine.prefill_chunk is not None and engine.prefill_chunk > engine.max_batched_tokens:

@@ -26,7 +26,10 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.checks import assert_dtype, assert_last_contiguous, assert_same_device, assert_shape, cdiv, uses_triton
+from kernels.dependent_launch import dependent_launch, wait_for_inputs
 
+# Tiles of one program: 19 programs share a row of 151936 logits, so that one row keeps a GPU busy too.
+PART_TILES = 4
 # Part of the random stream's definition, not a tuning knob: another value draws other tokens.
 LANES = 512
 TILE = 4 * LANES
@@ -78,14 +81,26 @@ def _better(x, score, ids, best_score, best_id, bad):
     return tl.where(wins, score, best_score), tl.where(wins, ids, best_id), bad
 
 
-# logits_ptr fp32 [B, V], stride_b between rows; temperature_ptr fp32 [B]; seed_ptr, position_ptr, ids_ptr int64 [B].
-# Grid (B,): program b owns row b and walks its vocabulary in tiles of 4 * LANES. Comparisons only, so nothing
-# accumulates and the order does not matter. Ids past V load -inf and never win.
+# logits_ptr fp32 [B, V], stride_b between rows; temperature_ptr fp32 [B]; seed_ptr, position_ptr int64 [B];
+# score_ptr fp32, id_ptr int32 [B, S]: the best of each part, id -1 where the part holds NaN or +inf.
+# Grid (S, B): program (s, b) walks part s of row b, PART_TILES tiles of 4 * LANES. Comparisons only, so nothing
+# accumulates and neither the order nor the cut into parts matters. Ids past V load -inf and never win.
 @triton.jit
 def _sample_kernel(
-    logits_ptr, temperature_ptr, seed_ptr, position_ptr, ids_ptr, vocab_size, stride_b, LANES: tl.constexpr
+    logits_ptr,
+    temperature_ptr,
+    seed_ptr,
+    position_ptr,
+    score_ptr,
+    id_ptr,
+    vocab_size,
+    stride_b,
+    LANES: tl.constexpr,
+    PART_TILES: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64)
+    wait_for_inputs(PDL)
+    part, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     logits_ptr += row * stride_b
     temperature = tl.load(temperature_ptr + row)
     seed = tl.load(seed_ptr + row)
@@ -99,7 +114,8 @@ def _sample_kernel(
     best_score = tl.full([LANES], float("-inf"), tl.float32)
     best_id = tl.zeros([LANES], tl.int32)
     bad = tl.zeros([LANES], tl.int32)
-    for start in range(0, vocab_size, 4 * LANES):
+    first = part * PART_TILES * 4 * LANES
+    for start in range(first, tl.minimum(first + PART_TILES * 4 * LANES, vocab_size), 4 * LANES):
         ids0 = start + lane
         ids1, ids2, ids3 = ids0 + LANES, ids0 + 2 * LANES, ids0 + 3 * LANES
         x0 = tl.load(logits_ptr + ids0, mask=ids0 < vocab_size, other=float("-inf"))
@@ -117,18 +133,57 @@ def _sample_kernel(
         best_score, best_id, bad = _better(x3, score3, ids3, best_score, best_id, bad)
     best = tl.max(best_score, axis=0)
     winner = tl.min(tl.where(best_score == best, best_id, 2147483647), axis=0)
-    fails = (tl.max(bad, axis=0) > 0) | (best == float("-inf"))
+    at = row * tl.num_programs(0) + part
+    tl.store(score_ptr + at, best)
+    tl.store(id_ptr + at, tl.where(tl.max(bad, axis=0) > 0, -1, winner))
+
+
+# ids_ptr int64 [B]. Grid (B,): program b takes the best of row b's parts, of which PARTS (a power of two) hold all.
+@triton.jit
+def _best_part_kernel(score_ptr, id_ptr, ids_ptr, num_parts, PARTS: tl.constexpr, PDL: tl.constexpr):
+    wait_for_inputs(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    part = tl.arange(0, PARTS)
+    score = tl.load(score_ptr + row * num_parts + part, mask=part < num_parts, other=float("-inf"))
+    ids = tl.load(id_ptr + row * num_parts + part, mask=part < num_parts, other=2147483647)
+    best = tl.max(score, axis=0)
+    winner = tl.min(tl.where(score == best, ids, 2147483647), axis=0)
+    fails = (tl.min(ids, axis=0) < 0) | (best == float("-inf"))
     tl.store(ids_ptr + row, tl.where(fails, -1, winner).to(tl.int64))
 
 
 def sample_argmax_triton(logits_BV: Tensor, temperature_B: Tensor, seed_B: Tensor, position_B: Tensor) -> Tensor:
-    """The kernel's launcher; also what the interpreter's tests call on CPU tensors."""
+    """The kernels' launcher; also what the interpreter's tests call on CPU tensors."""
     _check_operands(logits_BV, temperature_B, seed_B, position_B)
     batch, vocab_size = logits_BV.shape
     ids_B = torch.empty(batch, dtype=torch.int64, device=logits_BV.device)
     if batch > 0:
-        args = (logits_BV, temperature_B, seed_B, position_B, ids_B, vocab_size, logits_BV.stride(0))
-        _sample_kernel[(batch,)](*args, LANES=LANES, num_warps=4)
+        num_parts = cdiv(vocab_size, PART_TILES * TILE)
+        score_BS = torch.empty((batch, num_parts), dtype=torch.float32, device=logits_BV.device)
+        id_BS = torch.empty((batch, num_parts), dtype=torch.int32, device=logits_BV.device)
+        _sample_kernel[(num_parts, batch)](
+            logits_BV,
+            temperature_B,
+            seed_B,
+            position_B,
+            score_BS,
+            id_BS,
+            vocab_size,
+            logits_BV.stride(0),
+            LANES=LANES,
+            PART_TILES=PART_TILES,
+            num_warps=4,
+            **dependent_launch(logits_BV),
+        )
+        _best_part_kernel[(batch,)](
+            score_BS,
+            id_BS,
+            ids_B,
+            num_parts,
+            PARTS=triton.next_power_of_2(num_parts),
+            num_warps=1,
+            **dependent_launch(logits_BV),
+        )
     return ids_B
 
 

@@ -44,7 +44,10 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Run:
-    """One pass over a set of prompts. `decode_steps`: (seconds, tokens) of the steps that held no prompt chunk."""
+    """One pass over a set of prompts. `decode_steps`: (seconds, tokens) of the steps that held no prompt chunk.
+
+    A step's seconds go from the arrival of the last one's tokens to that of its own, when the engine counts it.
+    """
 
     seconds: float
     prompt_tokens: int
@@ -66,7 +69,7 @@ def even_prompts(vocab_size: int, num_prompts: int, num_tokens: int, num_outputs
     return [Prompt([r.randrange(vocab_size) for _ in range(num_tokens)], num_outputs) for _ in range(num_prompts)]
 
 
-def run_prompts(engine: Engine, prompts: Sequence[Prompt], name: str, recorder: StepRecorder | None = None) -> Run:
+def run_prompts(engine: Engine, prompts: Sequence[Prompt], name: str) -> Run:
     """Submit everything at once and take steps until all is answered."""
     stats = engine.stats
     prompt_before, output_before = stats.prompt_tokens, stats.output_tokens
@@ -79,15 +82,15 @@ def run_prompts(engine: Engine, prompts: Sequence[Prompt], name: str, recorder: 
         )
         engine.add_request(Request(f"{name}-{index}", prompt.token_ids, params))
     decode_steps = []
+    arrived = time.perf_counter()
     while engine.has_unfinished:
-        chunks, tokens, started = stats.chunks, stats.output_tokens, time.perf_counter()
+        chunks, tokens, started = stats.chunks, stats.output_tokens, arrived
         for output in engine.step():
             if output.error is not None:
                 raise ValueError(f"request {output.request_id} did not run: {output.error}")
+        arrived = time.perf_counter()
         if stats.chunks == chunks:
-            decode_steps.append((time.perf_counter() - started, stats.output_tokens - tokens))
-        if recorder is not None:
-            recorder.after_step()
+            decode_steps.append((arrived - started, stats.output_tokens - tokens))
     _synchronize(engine)
     seconds = time.perf_counter() - begin
     return Run(
@@ -102,7 +105,7 @@ def run_prompts(engine: Engine, prompts: Sequence[Prompt], name: str, recorder: 
 def recorded_steps(engine: Engine, prompts: Sequence[Prompt], name: str) -> list[StepWork]:
     """Run the prompts once, untimed, and say what every step was."""
     with StepRecorder(engine) as recorder:
-        run_prompts(engine, prompts, name, recorder)
+        run_prompts(engine, prompts, name)
     assert recorder.steps, "the engine ran without asking its scheduler"
     return recorder.steps
 

@@ -2,11 +2,14 @@
 
 Knows the scheduler's answer and the load counter, and reads both around each step. Reading waits for the device, so a
 recorded pass is never the timed one: it is the warm-up, whose schedule is the same (nothing in it depends on time).
+
+An engine schedules a step while the last one runs. What the counter gained between two schedules is the first one's.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -17,7 +20,7 @@ from moe.engine.scheduler import Schedule
 
 
 class StepRecorder:
-    """Use as a context manager around steps of one engine; call `after_step` behind each. `steps` is what they were."""
+    """Use as a context manager around steps of one engine. `steps`, complete on the way out, is what they were."""
 
     def __init__(self, engine: Engine) -> None:
         load = engine.parts.network.load
@@ -26,7 +29,7 @@ class StepRecorder:
         self.scheduler = engine.scheduler
         self.steps: list[StepWork] = []
         self._plain: Callable[..., Schedule] = self.scheduler.schedule
-        self._open: list[StepWork] = []
+        self._open: StepWork | None = None
         self._counts_LE: Tensor = load.snapshot()
 
     def __enter__(self) -> StepRecorder:
@@ -35,22 +38,23 @@ class StepRecorder:
 
     def __exit__(self, *_: object) -> None:
         delattr(self.scheduler, "schedule")
+        self._close()
 
-    def after_step(self) -> None:
-        """Give the hits since the last call to the steps scheduled since then (one, as a rule)."""
+    def _schedule(self, *args: Any, **named: Any) -> Schedule:
+        self._close()
+        schedule = self._plain(*args, **named)
+        if schedule.num_tokens:
+            self._open = step_work(schedule)
+        return schedule
+
+    def _close(self) -> None:
+        """Give what was counted since the last call to the step scheduled then."""
         counts_LE = self.load.snapshot()
         hit = float((counts_LE > self._counts_LE).sum())
         self._counts_LE = counts_LE
-        for step in self._open:
-            share = hit / len(self._open)
-            self.steps.append(StepWork(step.decode_lens, step.chunks, step.logits_rows, share))
-        self._open = []
-
-    def _schedule(self, *args: Any, **named: Any) -> Schedule:
-        schedule = self._plain(*args, **named)
-        if schedule.num_tokens:
-            self._open.append(step_work(schedule))
-        return schedule
+        if self._open is not None:
+            self.steps.append(replace(self._open, experts_hit=hit))
+        self._open = None
 
 
 def step_work(schedule: Schedule, experts_hit: float = 0.0) -> StepWork:

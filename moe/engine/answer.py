@@ -14,7 +14,10 @@ from moe.engine.stop import TextStream
 
 @dataclass(eq=False)
 class Sample:
-    """One sequence and its text. `stream` is None where no text is wanted (detokenize=False)."""
+    """One sequence and its text. `stream` is None where no text is wanted (detokenize=False).
+
+    `eos_ids`: the ids that end a text of this model; none where the request ignores them.
+    """
 
     sequence: Sequence
     stream: TextStream | None
@@ -22,22 +25,26 @@ class Sample:
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
 
+    def __post_init__(self) -> None:
+        params = self.sequence.request.params
+        if params.ignore_eos:
+            self.eos_ids = frozenset()
+        self._ending_ids = self.eos_ids.union(params.stop_token_ids)
+
     def accept(self, token_id: int, logprobs: TokenLogprobs | None) -> None:
-        """Append a sampled token and see whether it is the last."""
-        sequence, params = self.sequence, self.sequence.request.params
-        sequence.output_ids.append(token_id)
+        """See what the sequence's newest token does to the text, and whether it is the last."""
+        sequence, stream = self.sequence, self.stream
         if logprobs is not None:
             sequence.logprobs.append(logprobs)
             sequence.cumulative_logprob += logprobs[token_id].logprob
-        is_eos = token_id in self.eos_ids and not params.ignore_eos
-        ends_by_id = is_eos or token_id in params.stop_token_ids
-        if self.stream is not None and (params.include_stop_str_in_output or not ends_by_id):
-            self.stream.push(token_id)
-            if self.stream.match is not None:
+        ends_by_id = token_id in self._ending_ids
+        if stream is not None and (not ends_by_id or sequence.request.params.include_stop_str_in_output):
+            stream.push(token_id)
+            if stream.match is not None:
                 self.end("stop")
                 return
         if ends_by_id:
-            self.end("stop", None if is_eos else token_id)
+            self.end("stop", None if token_id in self.eos_ids else token_id)
         elif len(sequence.output_ids) >= sequence.max_tokens:
             self.end("length")
 

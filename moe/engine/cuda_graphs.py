@@ -1,12 +1,16 @@
 """Decode steps as CUDA graphs: one replay in place of a thousand launches, which would keep the device waiting.
 
-Knows the network's interface, batch sizes and lengths; knows nothing of requests. A graph is captured the first time
-its size is wanted, in a pool of memory that all graphs share, and reads its inputs from fixed places: one copy brings
-a step's inputs there. Kernels give a row the same bits in any batch and under any bound on the lengths, so a replayed
-step equals an eager one, bit for bit.
+Knows the network's interface, batch sizes and lengths; knows nothing of requests. A graph makes its inputs from a few
+numbers a row (kernels/decode_inputs.py), which one small copy brings to a fixed place, runs the network, draws a token
+for every row and leaves it where the next step finds it. Kernels give a row the same bits in any batch and under any
+bound on the lengths, so a replayed step equals an eager one, bit for bit.
 
-A step of B rows runs in the smallest graph that holds it. The rows above B are padding: their slot is -1 (nothing is
-written), their length 0 (nothing is read), and they go to no expert.
+A step of B rows runs in the smallest graph that holds it. The rows above B are padding: nothing is written or read for
+them, and they go to no expert.
+
+Graphs share one pool of memory. `prepare` captures all sizes that a number of sequences can need, the largest first so
+that the others find its memory free again, until its time is spent; what is missing then, and what is needed rarely
+(lengths above the first bound, steps that want logits), is captured when it is first wanted.
 """
 
 from __future__ import annotations
@@ -15,14 +19,14 @@ import logging
 import time
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from kernels.decode_inputs import Places, decode_inputs
+from kernels.sample import sample_argmax
 from moe.engine.network import Network
-from moe.engine.upload import place, views
 from moe.model.step_input import DecodeBatch, StepInput
 
 logger = logging.getLogger(__name__)
@@ -30,67 +34,14 @@ logger = logging.getLogger(__name__)
 # Bounds on the lengths of a step's sequences: a graph's attention has programs for every split below its bound. Each
 # bound costs one more graph a size; programs without keys end at once.
 LENGTH_BOUNDS = (2048, 8192, 32768, 131072)
-
-
-@dataclass(frozen=True)
-class DecodeRows:
-    """One step's decode rows on the host: int64 [B] ids, positions and slots, int32 [B, M] tables."""
-
-    token_ids: np.ndarray
-    positions: np.ndarray
-    slots: np.ndarray
-    tables: np.ndarray
-
-    @property
-    def max_kv_len(self) -> int:
-        return int(self.positions.max()) + 1
+PROGRESS_S = 2.0
 
 
 def graph_sizes(max_num_seqs: int) -> list[int]:
-    """The ladder: steps of about an eighth, so that little of a step is padding."""
-    sizes = [*range(1, 9), *range(10, 17, 2), *range(20, 33, 4), *range(40, 65, 8), *range(80, max_num_seqs, 16)]
+    """The ladder: steps of about an eighth, so that little of a step is padding; of 32 where a row costs little."""
+    sizes = [*range(1, 9), *range(10, 17, 2), *range(20, 33, 4), *range(40, 65, 8), *range(80, 257, 16)]
+    sizes += range(288, max_num_seqs, 32)
     return sorted({size for size in sizes if size < max_num_seqs} | {max_num_seqs})
-
-
-class _Inputs:
-    """The fixed places of one batch size, in one stretch of memory."""
-
-    def __init__(self, size: int, table_width: int, device: torch.device) -> None:
-        self.arrays = [
-            np.zeros(size, np.int64),
-            np.zeros(size, np.int64),
-            np.full(size, -1, np.int64),
-            np.zeros((size, table_width), np.int32),
-            np.zeros(size, np.int32),
-            np.zeros(size, np.bool_),
-        ]
-        self.there = place(self.arrays, pinned=True).to(device)
-        self.tensors = views(self.there, self.arrays)
-        # Made once and kept: a graph goes on reading what it was captured with.
-        self.rows_B = torch.arange(size, device=device)
-
-    def step(self, max_kv_len: int) -> StepInput:
-        token_ids_T, positions_T, slots_T, tables_BM, kv_lens_B, real_T = self.tensors
-        size = token_ids_T.shape[0]
-        return StepInput(
-            token_ids_T=token_ids_T,
-            positions_T=positions_T,
-            slot_mapping_T=slots_T,
-            num_decode=size,
-            decode=DecodeBatch(tables_BM, kv_lens_B, max_kv_len),
-            prefill=None,
-            logits_rows_B=self.rows_B,
-            real_T=real_T,
-        )
-
-    def fill(self, rows: DecodeRows) -> None:
-        """The rows, then padding; one copy, in stream order after the last replay that read these places."""
-        used, width = rows.token_ids.shape[0], min(rows.tables.shape[1], self.arrays[3].shape[1])
-        token_ids, positions, slots, tables, kv_lens, real = (array.copy() for array in self.arrays)
-        token_ids[:used], positions[:used], slots[:used] = rows.token_ids, rows.positions, rows.slots
-        tables[:used, :width] = rows.tables[:, :width]
-        kv_lens[:used], real[:used] = rows.positions + 1, True
-        self.there.copy_(place([token_ids, positions, slots, tables, kv_lens, real], pinned=True), non_blocking=True)
 
 
 class DecodeGraphs:
@@ -100,51 +51,137 @@ class DecodeGraphs:
         self,
         network: Network,
         kv_caches: Sequence[Tensor],
-        device: torch.device,
+        places: Places,
         *,
-        max_num_seqs: int,
         max_model_len: int,
         block_size: int,
+        vocab_size: int,
     ) -> None:
         self.network = network
         self.kv_caches = kv_caches
-        self.device = device
-        self.sizes = graph_sizes(max_num_seqs)
+        self.places = places
+        self.device = places.newest_P.device
+        self.block_size = block_size
+        self.vocab_size = vocab_size
+        self.max_num_seqs = places.newest_P.shape[0] - 1
+        self.sizes = graph_sizes(self.max_num_seqs)
         self.bounds = [bound for bound in LENGTH_BOUNDS if bound < max_model_len] + [max_model_len]
-        self.table_width = -(-max_model_len // block_size)
         self._memory = torch.cuda.graph_pool_handle()
-        self._inputs: dict[int, _Inputs] = {}
-        self._graphs: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        self._stream = torch.cuda.Stream(self.device)
+        # Kept for good: a graph goes on reading what it was captured with.
+        self._rows: dict[int, Tensor] = {}
+        self._graphs: dict[tuple[int, int, bool], torch.cuda.CUDAGraph] = {}
+        self._all_rows_B = torch.arange(self.max_num_seqs, device=self.device)
+        self._ids_B = torch.empty(self.max_num_seqs, dtype=torch.int64, device=self.device)
+        self._logits_BV: Tensor | None = None  # made when a step first wants logits
+        self._prepared = 0
 
     @property
     def num_graphs(self) -> int:
         return len(self._graphs)
 
-    def forward(self, rows: DecodeRows) -> Tensor:
-        """fp32 logits [B, V] of the rows, in their order. Overwritten by the next call."""
-        used = rows.token_ids.shape[0]
-        size = self.sizes[bisect_left(self.sizes, used)]
-        bound = self.bounds[bisect_left(self.bounds, rows.max_kv_len)]
-        if (size, bound) not in self._graphs:
-            self._capture(size, bound)
-        graph, logits_BV = self._graphs[size, bound]
-        self._inputs[size].fill(rows)
-        graph.replay()
-        return logits_BV[:used]
+    def draw(self, rows_4B: np.ndarray) -> Tensor:
+        """Drawn ids int64 [B] of the rows, in their order. Overwritten by the next call."""
+        self._replay(rows_4B, wants_logits=False)
+        return self._ids_B[: rows_4B.shape[1]]
 
-    def _capture(self, size: int, bound: int) -> None:
+    def logits(self, rows_4B: np.ndarray) -> Tensor:
+        """fp32 logits [B, V] of the rows, in their order, and nothing drawn. Overwritten by the next call."""
+        if self._logits_BV is None:
+            shape = (self.max_num_seqs, self.vocab_size)
+            self._logits_BV = torch.empty(shape, dtype=torch.float32, device=self.device)
+        self._replay(rows_4B, wants_logits=True)
+        return self._logits_BV[: rows_4B.shape[1]]
+
+    @torch.inference_mode()
+    def prepare(self, num_seqs: int, seconds: float) -> None:
+        """Capture what steps of up to `num_seqs` rows need, in about so many seconds at most."""
+        num_seqs = min(num_seqs, self.max_num_seqs)
+        if num_seqs <= self._prepared or seconds <= 0.0:
+            return
+        self._prepared = num_seqs
+        largest = bisect_left(self.sizes, num_seqs)
+        missing = [size for size in self.sizes[: largest + 1] if (size, self.bounds[0], False) not in self._graphs]
+        begin = told = time.perf_counter()
+        free_before, done = torch.cuda.mem_get_info(self.device)[0], 0
+        for size in reversed(missing):
+            now = time.perf_counter()
+            if now - begin > seconds:
+                break
+            if now - told > PROGRESS_S:
+                told = now
+                logger.info("captured %d of %d decode graphs", done, len(missing))
+            self._capture(size, self.bounds[0], wants_logits=False)
+            done += 1
+        took, used = time.perf_counter() - begin, free_before - torch.cuda.mem_get_info(self.device)[0]
+        if done > 1:
+            logger.info(
+                "captured %d of %d decode graphs, up to %d rows, in %.1f s and %.2f GiB; the others when first wanted",
+                *(done, len(missing), num_seqs, took, used / 2**30),
+            )
+
+    def _replay(self, rows_4B: np.ndarray, *, wants_logits: bool) -> None:
+        used = rows_4B.shape[1]
+        size = self.sizes[bisect_left(self.sizes, used)]
+        bound = self.bounds[bisect_left(self.bounds, int(rows_4B[2].max()) + 1)]
+        graph = self._graphs.get((size, bound, wants_logits))
+        if graph is None:
+            graph = self._capture(size, bound, wants_logits=wants_logits)
+        # One copy, in stream order after the last replay that read this place.
+        self._rows[size].copy_(self._padded(rows_4B, size), non_blocking=True)
+        graph.replay()
+
+    def _padded(self, rows_4B: np.ndarray, size: int) -> Tensor:
+        """Pinned: a copy from there waits for nobody, and torch keeps the memory until it is done."""
+        host = torch.empty((4, size), dtype=torch.int64, pin_memory=True)
+        array, used = host.numpy(), rows_4B.shape[1]
+        array[:, :used] = rows_4B
+        array[:, used:] = [[0], [self.max_num_seqs], [-1], [0]]
+        return host
+
+    def _run(self, size: int, bound: int, *, wants_logits: bool) -> None:
+        """One step over the rows that lie at the fixed place."""
+        rows_4B = self._rows[size]
+        inputs = decode_inputs(rows_4B, self.places, block_size=self.block_size, width=-(-bound // self.block_size))
+        step = StepInput(
+            token_ids_T=inputs.token_ids_B,
+            positions_T=inputs.positions_B,
+            slot_mapping_T=inputs.slot_mapping_B,
+            num_decode=size,
+            decode=DecodeBatch(inputs.block_tables_BM, inputs.kv_lens_B, bound),
+            prefill=None,
+            logits_rows_B=self._all_rows_B[:size],
+            real_T=inputs.real_B,
+        )
+        logits_BV = self.network.forward(step, self.kv_caches)
+        if wants_logits:
+            assert self._logits_BV is not None, "logits without a place for them"
+            self._logits_BV[:size].copy_(logits_BV)
+            return
+        ids_B = sample_argmax(logits_BV, inputs.temperature_B, inputs.seed_B, inputs.draw_position_B)
+        self._ids_B[:size].copy_(ids_B)
+        self.places.newest_P.scatter_(0, rows_4B[1], ids_B)
+
+    def _capture(self, size: int, bound: int, *, wants_logits: bool) -> torch.cuda.CUDAGraph:
         """Run the step once on padding alone, so that everything is compiled, then record it."""
         started = time.perf_counter()
-        if size not in self._inputs:
-            self._inputs[size] = _Inputs(size, self.table_width, self.device)
-        inputs = self._inputs[size]
-        inputs.there.copy_(place(inputs.arrays, pinned=True))
-        step = inputs.step(bound)
-        self.network.forward(step, self.kv_caches)
+        if size not in self._rows:
+            self._rows[size] = torch.empty((4, size), dtype=torch.int64, device=self.device)
+        nothing = np.zeros((4, 0), np.int64)
+        self._rows[size].copy_(self._padded(nothing, size))
+        self._run(size, bound, wants_logits=wants_logits)
         torch.cuda.synchronize(self.device)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._memory):
-            logits_BV = self.network.forward(step, self.kv_caches)
-        self._graphs[size, bound] = graph, logits_BV
+        self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        # Not torch.cuda.graph: it empties the allocator's cache, which is seconds over a whole ladder.
+        with torch.cuda.stream(self._stream):
+            graph.capture_begin(pool=self._memory)
+            try:
+                self._run(size, bound, wants_logits=wants_logits)
+            finally:
+                graph.capture_end()
+        torch.cuda.current_stream(self.device).wait_stream(self._stream)
+        self._graphs[size, bound, wants_logits] = graph
         seconds = time.perf_counter() - started
-        logger.debug("captured decode of %d rows up to %d positions in %.1f s", size, bound, seconds)
+        logger.debug("captured decode of %d rows up to %d positions in %.2f s", size, bound, seconds)
+        return graph

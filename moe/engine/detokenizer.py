@@ -38,11 +38,24 @@ class TokenTexts:
         )
         self._byte_of_char = _byte_of_char() if self.byte_level else {}
         self._bytes: dict[int, bytes] = {}
+        self._whole: tuple[dict[int, str | None], dict[int, str | None]] = ({}, {})
 
     def token(self, token_id: int, *, skip_special_tokens: bool) -> str | None:
         """The token's own string; None if it has no text: an id the tokenizer lacks, or a special token skipped."""
         token = self.backend.id_to_token(token_id)
         return None if token is None or (skip_special_tokens and token in self.special_tokens) else token
+
+    def whole(self, token_id: int, *, skip_special_tokens: bool) -> str | None:
+        """The text of a byte-level token whose bytes are whole characters, so that it is the same behind any other
+        whole ones; None where they are not. Looked up once a token."""
+        known = self._whole[skip_special_tokens]
+        if token_id not in known:
+            token = self.token(token_id, skip_special_tokens=skip_special_tokens)
+            try:
+                known[token_id] = "" if token is None else self.bytes_of(token_id, token).decode("utf-8")
+            except UnicodeDecodeError:
+                known[token_id] = None
+        return known[token_id]
 
     def bytes_of(self, token_id: int, token: str) -> bytes:
         """Bytes of a byte-level token. One with a character outside the byte alphabet stands for its own UTF-8."""
@@ -65,6 +78,10 @@ class Detokenizer:
         self._decoder = _ByteLevel(texts) if texts.byte_level else _Piecewise(texts)
 
     def push(self, token_id: int) -> str:
+        if self._decoder.stands_alone:
+            text = self._texts.whole(token_id, skip_special_tokens=self._skip)
+            if text is not None:
+                return text
         token = self._texts.token(token_id, skip_special_tokens=self._skip)
         return "" if token is None else self._decoder.push(token_id, token)
 
@@ -78,23 +95,29 @@ class Detokenizer:
 
 
 class _ByteLevel:
-    """At most 3 bytes wait: the beginning of a character."""
+    """At most 3 bytes wait: the beginning of a character. `stands_alone`: none do."""
 
     tentative = ""
+    stands_alone = True
 
     def __init__(self, texts: TokenTexts) -> None:
         self._texts = texts
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def push(self, token_id: int, token: str) -> str:
-        return self._utf8.decode(self._texts.bytes_of(token_id, token))
+        text = self._utf8.decode(self._texts.bytes_of(token_id, token))
+        self.stands_alone = not self._utf8.getstate()[0]
+        return text
 
     def finish(self) -> str:
+        self.stands_alone = True
         return self._utf8.decode(b"", final=True)
 
 
 class _Piecewise:
     """The window is tokens whose text is handed out, except for a run of byte tokens at its end."""
+
+    stands_alone = False
 
     def __init__(self, texts: TokenTexts) -> None:
         self._texts = texts

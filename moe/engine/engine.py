@@ -2,6 +2,14 @@
 
 Knows their order and whom a fault concerns; holds none of their algorithms.
 
+The device never waits for the host: a step is scheduled and launched while the one before it runs, and only then are
+the ids of the one before read, its texts made and its endings found.
+
+    device   |   step n   |  step n + 1  |  step n + 2
+    host       launch n+1, accept n   launch n+2, accept n+1
+
+One rule holds a step back until the last one is accepted: a row that penalizes tokens needs their ids on the host.
+
 A request's own fault (too long, an id the model lacks, NaN logits, text that cannot be decoded) ends that request with
 an error record and nobody else's. A fault of a step's computation ends the engine: StepError names stage and requests.
 Not thread-safe: LLM holds a lock around every call.
@@ -19,14 +27,16 @@ from kv_cache.pool import KVPool
 from kv_cache.prefix_cache import PrefixCache
 from moe.engine.answer import Answer, Sample, rejection
 from moe.engine.cuda_graphs import DecodeGraphs
+from moe.engine.in_flight import InFlight
 from moe.engine.measure import measure_memory
 from moe.engine.memory_plan import MemoryPlan, plan_memory
 from moe.engine.parts import Parts, kv_layout, load_parts
-from moe.engine.request import Request, RequestOutput, TokenLogprobs
-from moe.engine.runner import Runner, Sampled
+from moe.engine.places import make_places
+from moe.engine.request import Request, RequestOutput
+from moe.engine.runner import Runner
 from moe.engine.sampler import Sampler
 from moe.engine.scheduler import Schedule, Scheduler
-from moe.engine.sequence import Sequence
+from moe.engine.sequence import Sequence, Status
 from moe.engine.stats import EngineStats
 from moe.engine.stop import TextStream
 from moe.engine.tokenizer import check_ids, truncate_prompt
@@ -62,46 +72,49 @@ class Engine:
         network = parts.network
         if network.load is None:
             network.load = LoadCounter(parts.model.num_layers, parts.model.moe.num_experts, parts.device)
-        use_graphs = engine.cuda_graphs and parts.device.type == "cuda"
+        use_graphs = engine.cuda_graphs and parts.device.type == "cuda" and parts.graph_safe
         layout = kv_layout(parts.model, cache.block_size, parts.dtype, cache.dtype)
         sampler = Sampler(self.vocab_size)
-        self.plan = plan_cache(config, parts, layout, sampler)
+        places = make_places(parts.max_num_seqs(engine), -(-self.max_model_len // cache.block_size), parts.device)
+        self.plan = plan_cache(config, parts, layout, sampler, cuda_graphs=use_graphs)
         logger.info("%s", self.plan.table())
         pool = KVPool(layout, self.plan.num_blocks, parts.device)
         salt = (parts.name, parts.model.family, str(parts.dtype), str(layout.dtype))
         self.cache = PrefixCache(self.plan.num_blocks, cache.block_size, salt=salt, enabled=cache.prefix_caching)
         self.scheduler = Scheduler(
             self.cache,
-            max_num_seqs=engine.max_num_seqs,
+            max_num_seqs=parts.max_num_seqs(engine),
             max_batched_tokens=engine.max_batched_tokens,
             prefill_chunk=engine.prefill_chunk,
             force_preempt_every=engine.force_preempt_every,
         )
+        self.graphs = None
+        if use_graphs:
+            self.graphs = DecodeGraphs(
+                network,
+                pool.layers,
+                places,
+                max_model_len=self.max_model_len,
+                block_size=cache.block_size,
+                vocab_size=self.vocab_size,
+            )
         self.runner = Runner(
             network,
             sampler,
             pool,
-            device=parts.device,
+            places,
             max_model_len=self.max_model_len,
-            vocab_size=self.vocab_size,
             eos_ids=parts.eos_ids,
             decode=parts.decode_one if parts.tokenizer is not None else None,
-            graphs=DecodeGraphs(
-                network,
-                pool.layers,
-                parts.device,
-                max_num_seqs=self.scheduler.max_num_seqs,
-                max_model_len=self.max_model_len,
-                block_size=cache.block_size,
-            )
-            if use_graphs
-            else None,
+            graphs=self.graphs,
         )
         self.stats = EngineStats(kv_blocks_total=self.plan.num_blocks)
         self.watchdog = Watchdog(engine.step_timeout_s)
         self._answers: dict[str, Answer] = {}
         self._ready: list[RequestOutput] = []
         self._failure: StepError | None = None
+        self._in_flight: InFlight | None = None
+        self._launching = False  # still true at the next step: the launch was interrupted
         self._stage, self._step_ids = IDLE, []
 
     @property
@@ -152,7 +165,10 @@ class Engine:
         return True
 
     def step(self) -> list[RequestOutput]:
-        """Run one step and return the answers that ended, and those that changed and are streamed."""
+        """Take one step further and return the answers that ended, and those that changed and are streamed.
+
+        When it returns, the step after the one whose results it returns is on its way.
+        """
         if self._failure is not None:
             raise self._failure
         outputs, self._ready = self._ready, []
@@ -160,26 +176,18 @@ class Engine:
             return outputs
         started = time.perf_counter()
         try:
-            self._step_ids = list(self._answers)
-            self._enter("schedule")
-            schedule = self.scheduler.schedule()
-            self._count_schedule(schedule)
-            self._step_ids = schedule.request_ids
-            sampled = self.runner.run(schedule, self._enter)
-            self.scheduler.advance(schedule)
-            self._enter("detokenize")
-            changed = self._accept(sampled)
-        except Exception as error:
-            self._failure = StepError(self._stage, self._step_ids, error)
-            raise self._failure from error
+            if self.graphs is not None:
+                self._enter("capture", list(self._answers))
+                self.graphs.prepare(self.scheduler.num_unfinished, self.config.engine.capture_seconds)
+            accepted, self._in_flight = self._launch_ahead()
+            if accepted is not None:
+                outputs += self._accept(accepted)
+        except StepError as error:
+            self._failure = error
+            raise
         finally:
             self._leave()
         self.stats.step_seconds += time.perf_counter() - started
-        for answer in changed:
-            if answer.finished:
-                self._close(answer)
-            if answer.finished or answer.streamed:
-                outputs.append(answer.output())
         return outputs
 
     def count_experts(self) -> EngineStats:
@@ -232,39 +240,97 @@ class Engine:
             min_tokens=params.min_tokens,
         )
 
-    def _accept(self, sampled: list[Sampled]) -> list[Answer]:
-        """Give each new token to its answer; the answers that changed, in order."""
-        changed: dict[str, Answer] = {}
-        now = time.monotonic()
-        for token in sampled:
-            answer = self._answers[token.sequence.request.request_id]
-            changed[answer.request.request_id] = answer
-            if answer.error is not None:
-                continue  # another sample of it failed in this very step
+    def _launch_ahead(self) -> tuple[InFlight | None, InFlight | None]:
+        """The step to accept now, and the one launched behind it (None: that one waits for the first)."""
+        interrupted, self._launching = self._launching, True
+        first = self._in_flight
+        if first is not None and not first.wanted:
+            self._wait(first)  # all its requests have ended meanwhile
+            first = None
+        if first is None:
+            first = self._in_flight = self._launch()
+        following = None
+        if first is not None and self.config.engine.overlap and not first.holds_back and not interrupted:
             try:
-                self._accept_one(answer, token)
-            except Exception as error:
-                logger.exception("request %s failed", answer.request.request_id)
-                self._fail(answer, f"{type(error).__name__}: {error}")
-            if not answer.has_token and answer.error is None:
-                answer.has_token = True
-                self.stats.ttft_seconds.append(now - answer.request.arrival)
-        return list(changed.values())
+                following = self._launch()
+            except StepError as error:
+                self._failure = error  # raised by the next call: what came before it is answered first
+        self._launching = False
+        return first, following
 
-    def _accept_one(self, answer: Answer, token: Sampled) -> None:
-        sample = answer.samples[token.sequence.index]
-        if token.token_id < 0:
-            position = token.sequence.num_tokens
-            error = f"the model's logits for position {position} hold NaN or infinity; no token was drawn."
-            self._fail(answer, error, forget=True)
-            return
-        if not sample.sequence.output_ids and _has_nan(sample.sequence.prompt_logprobs):
-            self._fail(answer, "the model's logits for a prompt position hold NaN or infinity.", forget=True)
-            return
-        sample.accept(token.token_id, token.logprobs)
-        self.stats.output_tokens += 1
-        if sample.finish_reason is not None:
-            self.scheduler.finish(sample.sequence)
+    def _launch(self) -> InFlight | None:
+        """Schedule a step and start it. None: nothing can be done before tokens in flight are known."""
+        try:
+            self._enter("schedule", list(self._answers))
+            schedule = self.scheduler.schedule()
+            if not schedule.num_tokens:
+                return None
+            self._step_ids = schedule.request_ids
+            launched = self.runner.launch(schedule, self._enter)
+            self.scheduler.advance(schedule)
+            return launched
+        except Exception as error:
+            raise self._failed(error) from error
+
+    def _wait(self, step: InFlight) -> None:
+        try:
+            self._enter("wait", step.schedule.request_ids)
+            step.wait()
+        except Exception as error:
+            raise self._failed(error) from error
+
+    def _failed(self, error: Exception) -> StepError:
+        return StepError(self._stage, self._step_ids, error)
+
+    def _accept(self, step: InFlight) -> list[RequestOutput]:
+        """Wait for a step, give each token to its answer, and return what is to be handed out."""
+        self._wait(step)
+        try:
+            self._enter("detokenize")
+            self._count_step(step.schedule)
+            changed = self._accept_tokens(step)
+        except Exception as error:
+            raise self._failed(error) from error
+        for answer in changed:
+            if answer.finished:
+                self._close(answer)
+        return [answer.output() for answer in changed]
+
+    def _accept_tokens(self, step: InFlight) -> list[Answer]:
+        """The answers that ended, and those that are streamed, in order."""
+        for rows in step.prompts:
+            sequence = rows.chunk.sequence
+            if sequence.num_prompt_rows < rows.chunk.end or sequence.finished:
+                continue  # it gave way meanwhile, and its prompt is computed again
+            if rows.chunk.start == 0:
+                sequence.prompt_logprobs.append(None)
+            sequence.prompt_logprobs += self.runner.prompt_records(rows)
+        ids, logprobs = step.token_ids(), step.logprobs()
+        changed: dict[str, Answer] = {}
+        for row, (sequence, token_id) in enumerate(zip(step.schedule.sampled, ids, strict=True)):
+            if sequence.status is Status.FINISHED:
+                continue  # it ended at the token before, or was aborted
+            answer = self._answers[sequence.request.request_id]
+            sample = answer.samples[sequence.index]
+            fault = _fault(sequence, token_id) if token_id < 0 or not sequence.output_ids else None
+            if fault is not None:
+                self._fail(answer, fault, forget=True)
+            else:
+                try:
+                    self.scheduler.receive(sequence, token_id)
+                    sample.accept(token_id, logprobs and self.runner.with_texts(logprobs[row]))
+                    self.stats.output_tokens += 1
+                except Exception as error:
+                    logger.exception("request %s failed", answer.request.request_id)
+                    self._fail(answer, f"{type(error).__name__}: {error}")
+                if not answer.has_token and answer.error is None:
+                    answer.has_token = True
+                    self.stats.ttft_seconds.append(time.monotonic() - answer.request.arrival)
+            if sample.finish_reason is not None or answer.streamed:
+                changed[answer.request.request_id] = answer
+                if sample.finish_reason is not None:
+                    self.scheduler.finish(sequence)
+        return [answer for answer in changed.values() if answer.streamed or answer.finished]
 
     def _fail(self, answer: Answer, error: str, *, forget: bool = False) -> None:
         """One sample's fault ends the whole request; samples that had ended keep their ending.
@@ -289,21 +355,23 @@ class Engine:
         self.stats.requests += 1
         self.stats.failed_requests += failed
 
-    def _count_schedule(self, schedule: Schedule) -> None:
+    def _count_step(self, schedule: Schedule) -> None:
+        """Steps count when they are accepted. One whose requests have all ended meanwhile never is."""
         stats = self.stats
         stats.steps += 1
         stats.mixed_steps += bool(schedule.decodes and schedule.chunks)
         stats.chunks += len(schedule.chunks)
-        stats.split_prompts += sum(chunk.sequence.prompt_chunks == 1 for chunk in schedule.chunks)
+        stats.split_prompts += schedule.num_second_chunks
         stats.computed_prompt_tokens += sum(chunk.length for chunk in schedule.chunks)
-        replayed = [each for each in schedule.decodes if not each.needs_token(each.num_computed + 1)]
-        stats.replayed_tokens += len(replayed)
+        stats.replayed_tokens += len(schedule.decodes) - len(schedule.sampled_decodes)
         stats.preemptions = self.scheduler.num_preemptions
         stats.kv_blocks_used = self.cache.allocator.num_used
         stats.kv_blocks_peak = max(stats.kv_blocks_peak, stats.kv_blocks_used)
 
-    def _enter(self, stage: str) -> None:
+    def _enter(self, stage: str, request_ids: list[str] | None = None) -> None:
         self._stage = stage
+        if request_ids is not None:
+            self._step_ids = request_ids
         self.watchdog.enter(stage, self._step_ids)
 
     def _leave(self) -> None:
@@ -311,11 +379,17 @@ class Engine:
         self.watchdog.leave()
 
 
-def _has_nan(prompt_logprobs: list[TokenLogprobs | None]) -> bool:
-    return any(math.isnan(each.logprob) for entry in prompt_logprobs if entry for each in entry.values())
+def _fault(sequence: Sequence, token_id: int) -> str | None:
+    """What is wrong with the logits that gave this token; a sequence's first token answers for its prompt too."""
+    if token_id < 0:
+        return f"the model's logits for position {sequence.num_tokens} hold NaN or infinity; no token was drawn."
+    scores = (each.logprob for entry in sequence.prompt_logprobs if entry for each in entry.values())
+    if not sequence.output_ids and any(math.isnan(score) for score in scores):
+        return "the model's logits for a prompt position hold NaN or infinity."
+    return None
 
 
-def plan_cache(config: Config, parts: Parts, layout: KVLayout, sampler: Sampler) -> MemoryPlan:
+def plan_cache(config: Config, parts: Parts, layout: KVLayout, sampler: Sampler, *, cuda_graphs: bool) -> MemoryPlan:
     """Measure what weights and steps take, and decide how many blocks the cache gets."""
     memory = measure_memory(
         parts.network,
@@ -323,9 +397,9 @@ def plan_cache(config: Config, parts: Parts, layout: KVLayout, sampler: Sampler)
         layout,
         parts.device,
         max_batched_tokens=config.engine.max_batched_tokens,
-        max_num_seqs=config.engine.max_num_seqs,
+        max_num_seqs=parts.max_num_seqs(config.engine),
         max_model_len=parts.max_model_len,
-        cuda_graphs=config.engine.cuda_graphs,
+        cuda_graphs=cuda_graphs,
     )
     return plan_memory(
         layout,

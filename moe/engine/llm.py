@@ -56,6 +56,7 @@ class LLM:
         revision: of a hub id. tokenizer: a folder or hub id to take the tokenizer from instead of the model's.
         dtype: "auto" is the checkpoint's own on a GPU and float32 on the CPU.
         load_format: "auto", "safetensors", or "dummy" (weights drawn from `seed`).
+        quantization: of routed experts: "auto" as the checkpoint stores them, "fp8", or "none" (in dtype).
         max_model_len: prompt and answer together; None is the checkpoint's max_position_embeddings.
         seed: of dummy weights, and of requests without their own: such a request draws from (seed, its id, sample).
         device: "auto" is the GPU where there is one.
@@ -77,6 +78,7 @@ class LLM:
         tokenizer: str | None = None,
         dtype: str = "auto",
         load_format: str = "auto",
+        quantization: str = "auto",
         max_model_len: int | None = None,
         seed: int = 0,
         device: str = "auto",
@@ -85,7 +87,7 @@ class LLM:
         memory_fraction: float = CacheConfig.memory_fraction,
         cpu_gb: float = CacheConfig.cpu_gb,
         enable_prefix_caching: bool = True,
-        max_num_seqs: int = EngineConfig.max_num_seqs,
+        max_num_seqs: int | None = EngineConfig.max_num_seqs,
         max_batched_tokens: int = EngineConfig.max_batched_tokens,
         prefill_chunk: int | None = None,
         cuda_graphs: bool = EngineConfig.cuda_graphs,
@@ -99,6 +101,7 @@ class LLM:
             tokenizer=tokenizer,
             dtype=dtype,
             load_format=load_format,
+            quantization=quantization,
             sampling=SamplingConfig(seed=seed),
             engine=EngineConfig(
                 device=device,

@@ -28,6 +28,10 @@ class LogprobTensors(NamedTuple):
     top_ids_RN: Tensor  # int64, most likely first
     top_logprobs_RN: Tensor  # fp32
 
+    def to_host(self) -> LogprobTensors:
+        """Copies on the host, begun and not waited for."""
+        return LogprobTensors(*(x.to("cpu", non_blocking=True) for x in self))
+
 
 def fixed_point_exp(x: Tensor) -> Tensor:
     """exp of values <= 0 as int64 in units of 2^-40; NaN gives 0."""

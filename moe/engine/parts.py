@@ -11,24 +11,30 @@ from dataclasses import dataclass
 
 import torch
 
-from configs.schema import Config
+from configs.schema import Config, EngineConfig
 from kv_cache.layout import KVLayout
 from moe.engine.network import Network
 from moe.engine.tokenizer import Tokenizer
 from moe.model.config import MLAConfig, ModelConfig
 from moe.model.families.registry import read_config
 from moe.model.hub import resolve_model
+from moe.model.layer import MoELayer
 from moe.model.load_model import load_model
 
 logger = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+# Answers in progress where the config leaves it open: a GPU's step takes less than twice as long for twice the rows.
+GPU_NUM_SEQS, CPU_NUM_SEQS = 1024, 256
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 
 
 @dataclass(frozen=True)
 class Parts:
-    """`tokenizer` None: the checkpoint has none; such an engine takes token ids and gives token ids."""
+    """`tokenizer` None: the checkpoint has none; such an engine takes token ids and gives token ids.
+
+    `graph_safe`: the network's decode steps may be captured as CUDA graphs.
+    """
 
     network: Network
     model: ModelConfig
@@ -37,11 +43,17 @@ class Parts:
     device: torch.device
     max_model_len: int
     name: str = ""
+    graph_safe: bool = True
 
     @property
     def eos_ids(self) -> frozenset[int]:
         """The union of all the sources that name one."""
         return frozenset(self.model.eos_token_ids) | frozenset(self.tokenizer.eos_ids if self.tokenizer else ())
+
+    def max_num_seqs(self, engine: EngineConfig) -> int:
+        """Of the key, or the device's default, but not more than a step's token budget: decoding takes a token each."""
+        most = engine.max_num_seqs or (GPU_NUM_SEQS if self.device.type == "cuda" else CPU_NUM_SEQS)
+        return min(most, engine.max_batched_tokens)
 
     def decode_one(self, token_id: int) -> str:
         """The text of one token by itself, special ones included."""
@@ -86,12 +98,14 @@ def load_parts(config: Config) -> Parts:
         dtype=dtype,
         device=device,
         load_format=config.load_format,
+        quantization=config.quantization,
         seed=config.engine.seed,
         max_model_len=max_model_len,
         mla_workspace_tokens=config.engine.mla_workspace_tokens,
         progress=LoadProgress(),
     )
-    return Parts(network, model, tokenizer, dtype, device, max_model_len, name=config.model)
+    graph_safe = all(block.mlp.dispatcher.graph_safe for block in network.blocks if isinstance(block.mlp, MoELayer))
+    return Parts(network, network.config, tokenizer, dtype, device, max_model_len, config.model, graph_safe)
 
 
 def resolve_device(name: str) -> torch.device:

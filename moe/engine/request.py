@@ -18,6 +18,7 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 
 # A temperature below this is greedy decoding: dividing by it overflows fp32 long before it could change a draw.
 GREEDY_TEMPERATURE = 1e-5
+NEVER = 2**62
 # Parameters that are whole numbers; the rest of SAMPLING_RANGES may have fractions.
 WHOLE = frozenset(("n", "max_tokens", "min_tokens", "top_k", "seed", "logprobs", "prompt_logprobs"))
 
@@ -111,6 +112,15 @@ class SamplingParams:
     @property
     def greedy(self) -> bool:
         return self.temperature is not None and self.temperature < GREEDY_TEMPERATURE
+
+    @property
+    def plain_from(self) -> int:
+        """Number of generated tokens from which on the next is drawn from the raw logits, and nothing else is asked of
+        them: no edit, no cut, no log-probabilities. NEVER where something always is."""
+        cut = not self.greedy and bool((self.top_k or 0) > 0 or (self.top_p or 1.0) < 1.0 or self.min_p)
+        if cut or self.penalizes or self.logit_bias or self.logprobs is not None:
+            return NEVER
+        return self.min_tokens
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,8 @@ from moe.engine.penalties import LogitEdits, PenaltyRow, TokenCounts
 from moe.engine.request import SamplingParams, TokenLogprobs
 from moe.engine.upload import upload_array
 
+# Stages that need several times the memory of a row's logits take so many rows at a time.
+ROWS_AT_A_TIME = 128
 # Up to this k the largest logits are selected, beyond it the row is sorted. The values are the same.
 SELECT_TOP_K = 1024
 
@@ -39,6 +41,7 @@ class SampleRow:
 
     `eos_ids` are the ids that end this text (none if EOS is ignored); with params.stop_token_ids they are masked until
     min_tokens are generated. `counts`, if the caller keeps them, spare the walk over all ids at every step.
+    `in_flight`: tokens generated beyond `output_ids`, whose ids are not known yet; penalties need them all.
     """
 
     params: SamplingParams
@@ -48,6 +51,7 @@ class SampleRow:
     output_ids: Sequence[int]
     eos_ids: Collection[int] = ()
     counts: TokenCounts | None = None
+    in_flight: int = 0
 
 
 class CutRows(NamedTuple):
@@ -58,6 +62,9 @@ class CutRows(NamedTuple):
     top_p_C: Tensor  # fp64
     temperature_C: Tensor  # fp32
     width: int | None
+
+    def rows(self, start: int, stop: int) -> CutRows:
+        return CutRows(*(x_C[start:stop] for x_C in self[:4]), width=self.width)
 
 
 class SamplingBatch(NamedTuple):
@@ -76,10 +83,10 @@ class SamplingBatch(NamedTuple):
     @classmethod
     def build(cls, rows: Sequence[SampleRow], device: torch.device | str) -> SamplingBatch:
         device = torch.device(device)
-        temperature = [_temperature(row.params) for row in rows]
+        temperature = [draw_temperature(row.params) for row in rows]
         min_p = [_min_p_offset(row.params, t) for row, t in zip(rows, temperature)]
         wanted = [(at, row.params.logprobs) for at, row in enumerate(rows) if row.params.logprobs is not None]
-        keys = np.array([[_as_int64(row.seed) for row in rows], [row.position for row in rows]], dtype=np.int64)
+        keys = np.array([[as_int64(row.seed) for row in rows], [row.position for row in rows]], dtype=np.int64)
         seed_B, position_B = upload_array(keys.reshape(2, -1), device)
         return cls(
             temperature_B=upload_array(np.array(temperature, dtype=np.float32), device),
@@ -104,6 +111,13 @@ class SampleResult(NamedTuple):
     logprob_rows: tuple[int, ...]
     num_top_R: tuple[int, ...]
 
+    def to_host(self) -> SampleResult:
+        """Copies on the host, begun and not waited for: whoever reads them waits for the device first."""
+        tensors = self.logprob_tensors
+        return self._replace(
+            ids_B=self.ids_B.to("cpu", non_blocking=True), logprob_tensors=tensors and tensors.to_host()
+        )
+
     @property
     def logprobs(self) -> list[TokenLogprobs | None] | None:
         """One entry a row of the batch, None where the row did not ask; None if none did. Waits for the device."""
@@ -127,29 +141,30 @@ class Sampler:
         assert tuple(logits_BV.shape) == size, f"logits are {tuple(logits_BV.shape)}, wanted {size}"
         assert logits_BV.dtype == torch.float32, f"logits are {logits_BV.dtype}, wanted fp32"
         x_BV = logits_BV
-        if batch.edits is not None:
+        if batch.edits is not None or batch.cuts or batch.min_p_offset_B is not None:
             x_BV = logits_BV.clone()
-            batch.edits.apply_(x_BV)
-        threshold_B = _thresholds(x_BV, batch)
-        if threshold_B is not None:
-            x_BV = x_BV.masked_fill(x_BV < threshold_B.unsqueeze(1), -torch.inf)
+            if batch.edits is not None:
+                batch.edits.apply_(x_BV)
+            _cut_(x_BV, _thresholds(x_BV, batch))
         ids_B = sample_argmax(x_BV, batch.temperature_B, batch.seed_B, batch.position_B)
-        # A mask may have covered the only bad value, so the raw row is asked. amax is NaN if any entry is.
-        sound_B = logits_BV.amax(dim=1).isfinite()
-        ids_B = torch.where(sound_B, ids_B, -1)
+        if x_BV is not logits_BV:
+            # A mask may have covered the only bad value, so the raw row is asked. amax is NaN if any entry is.
+            ids_B = torch.where(logits_BV.amax(dim=1).isfinite(), ids_B, -1)
         logprobs = None
         if batch.logprob_rows_R is not None:
-            at_R = batch.logprob_rows_R
-            logprobs = token_logprobs(logits_BV[at_R], ids_B[at_R], max(batch.num_top_R))
+            num_top = max(batch.num_top_R)
+            parts = [
+                token_logprobs(logits_BV[at_R], ids_B[at_R], num_top)
+                for at_R in batch.logprob_rows_R.split(ROWS_AT_A_TIME)
+            ]
+            logprobs = LogprobTensors(*(torch.cat(each) for each in zip(*parts)))
         return SampleResult(ids_B, logprobs, batch.logprob_rows, batch.num_top_R)
 
-    def prompt_logprobs(self, logits_TV: Tensor, target_ids: Sequence[int], num_top: int) -> list[TokenLogprobs]:
-        """Of each prompt token under the logits of the position before it. Waits for the device."""
+    def prompt_tensors(self, logits_TV: Tensor, target_ids: Sequence[int], num_top: int) -> LogprobTensors:
+        """Of each prompt token under the logits of the position before it. No wait for the device."""
         assert logits_TV.shape == (len(target_ids), self.vocab_size), f"{tuple(logits_TV.shape)} logits"
-        if not target_ids:
-            return []
         ids_T = upload_array(np.array(target_ids, dtype=np.int64), logits_TV.device)
-        return to_records(token_logprobs(logits_TV, ids_T, num_top), [num_top] * len(target_ids))
+        return token_logprobs(logits_TV, ids_T, num_top)
 
 
 def _thresholds(x_BV: Tensor, batch: SamplingBatch) -> Tensor | None:
@@ -158,11 +173,21 @@ def _thresholds(x_BV: Tensor, batch: SamplingBatch) -> Tensor | None:
         return None
     threshold_B = torch.full_like(batch.temperature_B, -torch.inf)
     for cut in batch.cuts:
-        threshold_B[cut.rows_C] = _cut_threshold(x_BV[cut.rows_C], cut)
+        for at in range(0, cut.rows_C.shape[0], ROWS_AT_A_TIME):
+            part = cut.rows(at, at + ROWS_AT_A_TIME)
+            threshold_B[part.rows_C] = _cut_threshold(x_BV[part.rows_C], part)
     if batch.min_p_offset_B is not None:
         # The largest entry always passes: the offset is at most 0.
         threshold_B = torch.maximum(threshold_B, x_BV.amax(dim=1) + batch.min_p_offset_B)
     return threshold_B
+
+
+def _cut_(x_BV: Tensor, threshold_B: Tensor | None) -> None:
+    """Entries below their row's threshold become -inf, in place."""
+    if threshold_B is None:
+        return
+    for x_CV, threshold_C in zip(x_BV.split(ROWS_AT_A_TIME), threshold_B.split(ROWS_AT_A_TIME)):
+        x_CV.masked_fill_(x_CV < threshold_C.unsqueeze(1), -torch.inf)
 
 
 def _cut_threshold(x_CV: Tensor, cut: CutRows) -> Tensor:
@@ -190,11 +215,12 @@ def _build_edits(rows: Sequence[SampleRow], device: torch.device) -> LogitEdits 
     for at, row in enumerate(rows):
         params = row.params
         biases += [(at, token_id, bias) for token_id, bias in (params.logit_bias or {}).items()]
-        if len(row.output_ids) < params.min_tokens:
+        if len(row.output_ids) + row.in_flight < params.min_tokens:
             ending = set(params.stop_token_ids) | (set() if params.ignore_eos else set(row.eos_ids))
             masked += [(at, token_id) for token_id in sorted(ending)]
         if not params.penalizes:
             continue
+        assert row.in_flight == 0, "a penalty needs the ids of all tokens"
         repetition = 1.0 if params.repetition_penalty is None else params.repetition_penalty
         counts = row.counts or TokenCounts(row.prompt_ids, row.output_ids)
         assert counts.num_output == len(row.output_ids), "token counts are behind the output"
@@ -228,7 +254,7 @@ def _build_cuts(rows: Sequence[SampleRow], temperature: Sequence[float], device:
     return tuple(cuts)
 
 
-def _temperature(params: SamplingParams) -> float:
+def draw_temperature(params: SamplingParams) -> float:
     """0 for greedy rows."""
     if params.greedy:
         return 0.0
@@ -241,6 +267,6 @@ def _min_p_offset(params: SamplingParams, temperature: float) -> float:
     return temperature * math.log(params.min_p)
 
 
-def _as_int64(seed: int) -> int:
+def as_int64(seed: int) -> int:
     """Seeds up to 2^64 - 1 as the signed number with the same bits."""
     return seed - 2**64 if seed >= 2**63 else seed

@@ -8,6 +8,12 @@ gives way: it goes back to the front of the queue and gets its cache back later 
 only if every running sequence can still grow by one block, so that admission and preemption do not chase each other; a
 sequence alone always fits, or `never_fits` rejected it. With a backlog, prompts wait until several can be admitted in
 one step (`_gathers`). All endings and preemptions give blocks back in `_release`.
+
+A step is scheduled before the ids of the step in front of it are known, from counts alone. So a sequence may get a row
+too many: the one after a token that ends its text. That row is dropped, and writes only to a block that no other step
+reads: a block becomes findable when the host knows all its tokens, and a block that is given back is written by later
+steps alone, which the device runs later. A sequence whose tokens are not all known is not admitted again before they
+are.
 """
 
 from __future__ import annotations
@@ -42,10 +48,30 @@ class Chunk:
 
 @dataclass
 class Schedule:
-    """One step: a row for each of `decodes`, then the rows of `chunks`."""
+    """One step: a row for each of `decodes`, then the rows of `chunks`.
+
+    `sampled`: the sequences whose next token this step draws, in order; `sampled_decodes` are those rows among the
+    decodes (all others replay a known token), then come the chunks that end at their sequence's newest token.
+    `admitted`: the sequences that begin to run with this step, or with one whose launch was interrupted.
+    """
 
     decodes: list[Sequence] = field(default_factory=list)
     chunks: list[Chunk] = field(default_factory=list)
+    admitted: list[Sequence] = field(default_factory=list)
+    sampled: list[Sequence] = field(default_factory=list)
+    sampled_decodes: list[int] = field(default_factory=list)
+    num_second_chunks: int = 0  # chunks that show that a prompt took more than one
+
+    def find_sampled(self) -> None:
+        """Fill `sampled` and `sampled_decodes`, before the step is launched."""
+        self.sampled_decodes = [
+            row
+            for row, each in enumerate(self.decodes)  # needs_token, without a call for each of a thousand rows
+            if each.num_computed + 1 == each.num_prompt + len(each.output_ids) + each.in_flight
+        ]
+        all_drawn = len(self.sampled_decodes) == len(self.decodes)
+        self.sampled = list(self.decodes) if all_drawn else [self.decodes[row] for row in self.sampled_decodes]
+        self.sampled += [chunk.sequence for chunk in self.chunks if chunk.sequence.needs_token(chunk.end)]
 
     @property
     def num_tokens(self) -> int:
@@ -57,7 +83,7 @@ class Schedule:
 
     @property
     def request_ids(self) -> list[str]:
-        return list(dict.fromkeys(sequence.request.request_id for sequence in self.sequences))
+        return list({sequence.request.request_id: None for sequence in self.sequences})
 
 
 class Scheduler:
@@ -82,6 +108,8 @@ class Scheduler:
         self.running: list[Sequence] = []
         self.num_preemptions = 0
         self._num_steps = 0
+        self._places = list(range(self.max_num_seqs))[::-1]
+        self._admitted: dict[Sequence, None] = {}  # since the last step that was launched
 
     def never_fits(self, num_tokens: int) -> bool:
         """Whether a sequence of so many tokens has no room even alone. Its last token is never written to the cache."""
@@ -95,15 +123,23 @@ class Scheduler:
     def has_unfinished(self) -> bool:
         return bool(self.waiting or self.running)
 
+    @property
+    def num_unfinished(self) -> int:
+        return len(self.waiting) + len(self.running)
+
     def schedule(self) -> Schedule:
-        """The next step; empty only where nothing is unfinished."""
+        """The next step; empty where nothing is left, or nothing can be done before tokens in flight are known."""
         self._num_steps += 1
         if self.force_preempt_every and self._num_steps % self.force_preempt_every == 0:
             self._preempt_for_test()
         schedule = Schedule()
         preemptions = self.num_preemptions
+        running, size = Status.RUNNING, self.cache.block_size
         for sequence in list(self.running):
-            if sequence.status is Status.RUNNING and not sequence.in_prefill and self._grow(sequence):
+            computed = sequence.num_computed
+            if sequence.status is not running or computed < sequence.num_prompt or sequence.ends_in_flight:
+                continue
+            if computed < len(sequence.table.ids) * size or self._grow(sequence):
                 schedule.decodes.append(sequence)
         budget = self.max_batched_tokens - len(schedule.decodes)
         logit_rows = PROMPT_LOGIT_ROWS
@@ -112,16 +148,40 @@ class Scheduler:
                 budget, logit_rows = self._plan_chunk(schedule, sequence, budget, logit_rows)
         if self.num_preemptions == preemptions:  # otherwise who gave way would come straight back
             self._admit(schedule, budget, logit_rows)
-        assert schedule.decodes or schedule.chunks or not self.has_unfinished, "no progress although work is left"
+        schedule.admitted = [sequence for sequence in self._admitted if sequence.status is running]
+        schedule.find_sampled()
+        assert schedule.num_tokens or self.waits_for_tokens or not self.has_unfinished, "no progress, work is left"
         return schedule
 
+    @property
+    def waits_for_tokens(self) -> bool:
+        """Whether any sequence has a token in flight."""
+        return any(sequence.in_flight for sequence in (*self.running, *self.waiting))
+
     def advance(self, schedule: Schedule) -> None:
-        """The step has run: its rows are in the cache, and blocks that are full now can be found."""
+        """The step is launched: all behind it find its rows in the cache. Blocks full of known tokens can be found."""
+        self._admitted.clear()
+        for sequence in schedule.sampled:
+            sequence.in_flight += 1
         for sequence in schedule.decodes:
-            self._computed(sequence, 1)
+            sequence.num_computed += 1
+        if len(schedule.sampled_decodes) < len(schedule.decodes):
+            for sequence in schedule.decodes:  # replayed tokens are known; of drawn ones `receive` takes care
+                self._commit(sequence)
         for chunk in schedule.chunks:
-            chunk.sequence.prompt_chunks += 1
-            self._computed(chunk.sequence, chunk.length)
+            sequence = chunk.sequence
+            schedule.num_second_chunks += sequence.prompt_chunks == 1
+            sequence.prompt_chunks += 1
+            sequence.num_computed += chunk.length
+            if sequence.wants_prompt_rows:
+                sequence.num_prompt_rows = chunk.end
+            self._commit(sequence)
+
+    def receive(self, sequence: Sequence, token_id: int) -> None:
+        """The token that a launched step drew. Its own position is not in the cache, or written by a row too many."""
+        if (sequence.num_prompt + len(sequence.output_ids)) // self.cache.block_size > sequence.num_committed:
+            self._commit(sequence)
+        sequence.receive(token_id)
 
     def finish(self, sequence: Sequence, *, forget: bool = False) -> None:
         """End a sequence, whatever its state and whatever the reason; ending twice does nothing.
@@ -160,7 +220,7 @@ class Scheduler:
         held_back: list[Sequence] = []
         while self.waiting and budget > 0 and len(self.running) < self.max_num_seqs:
             sequence = self.waiting.popleft()
-            if self._waits_for_leader(sequence):
+            if self._waits(sequence):
                 held_back.append(sequence)
             elif (sequence.wants_prompt_rows and logit_rows <= 0) or not self._bind(sequence):
                 held_back.append(sequence)
@@ -172,8 +232,11 @@ class Scheduler:
                 budget -= 1
         self.waiting.extendleft(reversed(held_back))
 
-    def _waits_for_leader(self, sequence: Sequence) -> bool:
-        """Further samples come in once the first has written the prompt's blocks, which they then share."""
+    def _waits(self, sequence: Sequence) -> bool:
+        """One that gave way comes back when its tokens are known. Further samples of a request come in once the first
+        has written the prompt's blocks, which they then share."""
+        if sequence.in_flight:
+            return True
         leader = sequence.leader
         shares = self.cache.enabled and sequence.num_prompt > self.cache.block_size
         return shares and leader is not None and not leader.finished and leader.in_prefill
@@ -199,6 +262,8 @@ class Scheduler:
         sequence.outputs_when_admitted = len(sequence.output_ids)
         sequence.prompt_chunks = 0
         sequence.status = Status.RUNNING
+        sequence.place = self._places.pop()
+        self._admitted[sequence] = None
         self.running.append(sequence)
         return True
 
@@ -229,7 +294,8 @@ class Scheduler:
         self._release(sequence)
         sequence.status = Status.WAITING
         if sequence.wants_prompt_rows:
-            sequence.prompt_logprobs.clear()  # the prompt is computed from its first position again
+            sequence.num_prompt_rows = 0  # the prompt is computed from its first position again
+            sequence.prompt_logprobs.clear()
         self.waiting.appendleft(sequence)
         self.num_preemptions += 1
 
@@ -240,15 +306,11 @@ class Scheduler:
                 self._preempt(sequence)
                 return
 
-    def _computed(self, sequence: Sequence, length: int) -> None:
-        if sequence.status is not Status.RUNNING:
-            return  # it ended while the step ran: its blocks are given back
-        sequence.num_computed += length
-        assert sequence.num_computed <= sequence.num_tokens, "more positions computed than there are tokens"
-        if not self.cache.enabled:
-            return
-        num_full = sequence.num_computed // self.cache.block_size
-        if num_full == sequence.num_committed:
+    def _commit(self, sequence: Sequence) -> None:
+        """Make blocks findable that are full of tokens which the host knows and a launched step writes."""
+        known = sequence.num_prompt + len(sequence.output_ids)
+        num_full = min(sequence.num_computed, known) // self.cache.block_size
+        if num_full <= sequence.num_committed or not self.cache.enabled or sequence.status is not Status.RUNNING:
             return
         keys = sequence.known_keys(self.cache.root, num_full)
         for index in range(sequence.num_committed, num_full):
@@ -259,6 +321,9 @@ class Scheduler:
         """The one way back for blocks, whatever ends or interrupts a sequence."""
         self.cache.release(sequence.table, forget=forget)
         sequence.num_computed = sequence.num_committed = 0
+        if sequence.place >= 0:
+            self._places.append(sequence.place)
+            sequence.place = -1
 
 
 def _blocks(num_tokens: int, block_size: int) -> int:

@@ -113,7 +113,12 @@ class TextStream:
     def push(self, token_id: int) -> str:
         assert not self._finished, "a token was pushed after the text had ended"
         self._num_tokens += 1
-        return self._accept(self._decoder.push(token_id))
+        piece = self._decoder.push(token_id)
+        if self._finder is None:  # nothing is ever held back
+            if piece:
+                self._shown.append(piece)
+            return piece
+        return self._accept(piece)
 
     def finish(self) -> str:
         """The sequence ended for another reason: what was held back is shown (or ends in a stop after all)."""

@@ -16,6 +16,7 @@ ALIGNMENT = 16
 DTYPES = {
     np.dtype(np.int64): torch.int64,
     np.dtype(np.int32): torch.int32,
+    np.dtype(np.float32): torch.float32,
     np.dtype(np.bool_): torch.bool,
 }
 

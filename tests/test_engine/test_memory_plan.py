@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from configs.schema import Config, EngineConfig
+from configs.schema import Config
 from kv_cache.layout import KVLayout
 from moe import LLM
 from moe.engine import engine
@@ -145,8 +145,7 @@ def test_the_plan_counts_the_graphs_memory(monkeypatch: pytest.MonkeyPatch, cuda
         return DeviceMemory("a card", 10 * 2**30, 2**30, 2**30)
 
     monkeypatch.setattr(engine, "measure_memory", measured)
-    config = Config(engine=EngineConfig(cuda_graphs=cuda_graphs))
-    engine.plan_cache(config, make_parts(None), LAYOUT, Sampler(8))
+    engine.plan_cache(Config(), make_parts(None), LAYOUT, Sampler(8), cuda_graphs=cuda_graphs)
     assert asked == [cuda_graphs]
 
 

@@ -19,7 +19,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from moe.engine.logprobs import token_logprobs
+from moe.engine.logprobs import to_records, token_logprobs
 from moe.engine.penalties import LogitEdits, TokenCounts
 from moe.engine.request import Logprob, SamplingParams
 from moe.engine.sampler import Sampler, SampleResult, SampleRow, SamplingBatch, _thresholds
@@ -332,14 +332,13 @@ def test_equal_logits_rank_by_id() -> None:
 
 def test_prompt_logprobs() -> None:
     logits_TV = logits(3, 50)
-    records = Sampler(50).prompt_logprobs(logits_TV, [4, 0, 49], 1)
+    records = to_records(Sampler(50).prompt_tensors(logits_TV, [4, 0, 49], 1), [1] * 3)
     want_TV = logits_TV.log_softmax(1)
     for at, (token_id, record) in enumerate(zip([4, 0, 49], records)):
         best = int(logits_TV[at].argmax())
         assert set(record) == {token_id, best}
         assert isinstance(record[token_id], Logprob) and record[best].rank == 1
         assert record[token_id].logprob == pytest.approx(float(want_TV[at, token_id]), abs=1e-5)
-    assert Sampler(50).prompt_logprobs(logits_TV[:0], [], 1) == []
 
 
 def test_no_rows() -> None:

@@ -38,17 +38,21 @@ def hash_of(name: str, position: int) -> int:
 
 
 def run(scheduler: Scheduler) -> Schedule:
-    """One step; every sequence whose newest token was fed gets another."""
+    """One step, launched and accepted; every sequence whose newest token was fed gets another."""
     schedule = scheduler.schedule()
-    needing = [each for each in schedule.decodes if each.needs_token(each.num_computed + 1)]
-    needing += [chunk.sequence for chunk in schedule.chunks if chunk.sequence.needs_token(chunk.end)]
     scheduler.advance(schedule)
-    for sequence in needing:
-        sequence.output_ids.append(len(sequence.output_ids) + 1)
+    accept(scheduler, schedule)
+    return schedule
+
+
+def accept(scheduler: Scheduler, schedule: Schedule) -> None:
+    for sequence in schedule.sampled:
+        if sequence.finished:
+            continue
+        scheduler.receive(sequence, len(sequence.output_ids) + 1)
         if len(sequence.output_ids) >= sequence.max_tokens:
             scheduler.finish(sequence)
     scheduler.cache.check()
-    return schedule
 
 
 def shape(schedule: Schedule) -> tuple[list[str], list[tuple[str, int, int]]]:

@@ -38,6 +38,7 @@ VOCAB = (
     pytest.param(127, id="V127-below-a-run"),
     pytest.param(513, id="V513-one-above-a-run"),
     pytest.param(2049, id="V2049-one-above-a-tile"),
+    pytest.param(8193, id="V8193-one-above-a-part"),
 )
 
 
@@ -113,6 +114,19 @@ def test_strided_rows_and_no_rows(backend) -> None:
     wide_BW[:, :129] = logits_BV
     assert torch.equal(sample_argmax_triton(wide_BW[:, :129], *rest), sample_argmax_triton(logits_BV, *rest))
     assert sample_argmax_triton(logits_BV[:0], *(x[:0] for x in rest)).shape == (0,)
+
+
+def test_what_one_part_holds_counts_for_the_row(backend) -> None:
+    """NaN, +inf, the largest, and ties across the parts of a row: every part has its say."""
+    logits_5V = torch.zeros(5, 2 * sample.PART_TILES * sample.TILE + 100)
+    logits_5V[0, -1] = math.nan
+    logits_5V[1, 9000] = INF
+    logits_5V[2] = -INF
+    logits_5V[2, -100] = -3.0
+    logits_5V[3, [8191, 8192, 16384]] = 1.0
+    keys = torch.arange(5)
+    args = [x.to(backend.device) for x in (logits_5V, torch.zeros(5), keys, keys)]
+    assert sample_argmax_triton(*args).tolist() == [-1, -1, 16384, 8191, 0]
 
 
 def special_rows(device: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -198,14 +212,17 @@ def test_the_stream_is_pinned() -> None:
 @aot
 @pytest.mark.parametrize("arch", ARCHS)
 def test_compiles(arch: int) -> None:
+    parts = {"score_ptr": "*fp32", "id_ptr": "*i32", "PDL": arch >= 90}
     args = {
         "logits_ptr": "*fp32",
         "temperature_ptr": "*fp32",
         "seed_ptr": "*i64",
         "position_ptr": "*i64",
-        "ids_ptr": "*i64",
         "vocab_size": "i32",
         "stride_b": "i64",
         "LANES": sample.LANES,
+        "PART_TILES": sample.PART_TILES,
     }
-    assert compile_ahead(sample._sample_kernel, arch, args)
+    assert compile_ahead(sample._sample_kernel, arch, args | parts)
+    args = {"ids_ptr": "*i64", "num_parts": "i32", "PARTS": 32}
+    assert compile_ahead(sample._best_part_kernel, arch, args | parts, num_warps=1)

@@ -164,7 +164,7 @@ def test_later_wins(tmp_path: Path) -> None:
     assert composed("--config", str(file), "engine.max_num_seqs=8").engine.max_num_seqs == 8
     assert composed("--config", str(file), "preset=none").engine.max_batched_tokens == 8192
     assert composed("sampling.n=2", "--set", "sampling.n=3").sampling.n == 3
-    assert composed().engine.max_num_seqs == 256  # nothing stays behind from one composition to the next
+    assert composed().engine.max_num_seqs is None  # nothing stays behind from one composition to the next
 
 
 @pytest.mark.parametrize(
