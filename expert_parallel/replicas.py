@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -40,25 +41,28 @@ class ReplicaTable:
 
     def set(self, placement: Placement) -> None:
         """Take over a placement of the same experts."""
-        places: list[list[tuple[int, int]]] = [[] for _ in range(placement.num_experts)]
-        for rank, slots in enumerate(placement.ranks):
-            for slot, expert in enumerate(slots):
-                if expert is not None:
-                    places[expert].append((rank, slot))
-        shape = (len(places), self.width)
-        assert shape == tuple(self._ranks_EC.shape), f"{shape[0]} experts do not fit a table of {self._ranks_EC.shape}"
-        most = max(range(len(places)), key=lambda expert: len(places[expert]))
-        if len(places[most]) > self.width:
+        num_experts = self._count_E.shape[0]
+        assert placement.num_experts == num_experts, f"{placement.num_experts} experts in a table of {num_experts}"
+        filled = [
+            (expert, rank, slot)
+            for rank, slots in enumerate(placement.ranks)
+            for slot, expert in enumerate(slots)
+            if expert is not None
+        ]
+        places_P3 = np.array(sorted(filled), dtype=np.int32)
+        count_E = np.bincount(places_P3[:, 0], minlength=num_experts)
+        if count_E.max() > self.width:
+            most = int(count_E.argmax())
             raise ValueError(
-                f"placement: expert {most} has {len(places[most])} replicas, the table has room for {self.width}."
+                f"placement: expert {most} has {count_E[most]} replicas, the table has room for {self.width}."
             )
+        first_E = count_E.cumsum() - count_E
         # Unused columns repeat the first replica: whatever is read there is a valid place.
-        padded_EC2 = torch.tensor(
-            [of_expert + of_expert[:1] * (self.width - len(of_expert)) for of_expert in places], dtype=torch.int32
-        )
-        self._ranks_EC.copy_(padded_EC2[:, :, 0])
-        self._slots_EC.copy_(padded_EC2[:, :, 1])
-        self._count_E.copy_(torch.tensor([len(of_expert) for of_expert in places], dtype=torch.int32))
+        padded_EC2 = np.repeat(places_P3[first_E, None, 1:], self.width, axis=1)
+        padded_EC2[places_P3[:, 0], np.arange(len(places_P3)) - first_E.repeat(count_E)] = places_P3[:, 1:]
+        self._ranks_EC.copy_(torch.from_numpy(padded_EC2[:, :, 0]))
+        self._slots_EC.copy_(torch.from_numpy(padded_EC2[:, :, 1]))
+        self._count_E.copy_(torch.from_numpy(count_E))
 
     def choose(self, expert_ids_TK: Tensor, source_rank: int) -> Targets:
         """Where each (token, k) of a source rank goes. No host sync. Ids outside [0, E) give -1."""

@@ -24,6 +24,8 @@ from expert_parallel.placement import Placement
 from expert_parallel.proposal import next_placements
 from expert_parallel.replicas import ReplicaTable
 
+StaticOrPolicy = Literal["static"] | Policy
+
 
 @dataclass(frozen=True)
 class Trace:
@@ -47,7 +49,7 @@ class Setting:
     is as even, not anew as published. `hindsight`: the balancer knows the look to come."""
 
     num_ranks: int
-    policy: Literal["static"] | Policy
+    policy: StaticOrPolicy
     redundant: int = 0
     num_nodes: int = 1
     num_groups: int = 1
@@ -128,14 +130,16 @@ def _first_of_equals(sorted_TK: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Averages over looks and layers. `worst`: the least even (look, layer). Rows are those of the busiest rank, per
-    token that an average rank sends: times its tokens and the bytes of a row they are a link's bytes. moves: copies of
-    a layer in one rebalance. balancedness_I: by look.
+    """Averages over looks and layers. `worst`: the least even (look, layer). `heaviest`: max over mean of the ranks.
+
+    Rows are those of the busiest rank, per token that an average rank sends: times its tokens and the bytes of a row
+    they are a link's bytes. `moves`: copies of a layer in one rebalance. balancedness_I: by look.
     """
 
     setting: Setting
     balancedness: float
     worst: float
+    heaviest: float
     ranks_reached: float
     nodes_reached: float
     near_rows: float
@@ -202,6 +206,7 @@ def _outcome(setting: Setting, flows_IL: list[list[Flow]], num_moves: float) -> 
         setting=setting,
         balancedness=float(np.mean([even(flow) for flow in flows])),
         worst=min(even(flow) for flow in flows),
+        heaviest=float(np.mean([1 / even(flow) for flow in flows])),
         ranks_reached=float(np.mean([(flow.near_N + flow.far_N).sum() for flow in flows])),
         nodes_reached=float(np.mean([flow.nodes_reached for flow in flows])),
         near_rows=busiest("near_N"),

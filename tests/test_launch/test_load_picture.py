@@ -1,0 +1,57 @@
+"""The heat map of a load file: the numbers that are drawn, a picture, and files that hold nothing to draw."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from launch import load_picture, simulate_picture
+from launch.load_picture import relative_load
+from router.load_window import LoadWindow, read_load
+
+
+def test_a_picture_of_a_run(tmp_path: Path) -> None:
+    """Layer 0 is dense and is left out; 1 is an expert's fair share of its layer."""
+    load = LoadWindow(3, 4, window=2)
+    load.push(5, [[0, 0, 0, 0], [8, 0, 0, 0], [1, 1, 1, 1]])
+    load.push(10, [[0, 0, 0, 0], [8, 0, 4, 4], [3, 3, 3, 3]], rank_loads_LN=[[0, 0], [4, 4], [4, 4]])
+    load.write(tmp_path / "load.json")
+    drawn = relative_load(read_load(tmp_path / "load.json"))
+    assert drawn.tolist() == [[2, 0, 1, 1], [1, 1, 1, 1]]
+    assert load_picture.main([str(tmp_path / "load.png"), str(tmp_path / "load.json")]) == 0
+    assert (tmp_path / "load.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_nothing_to_draw(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    LoadWindow(1, 2, window=1).write(tmp_path / "empty.json")
+    for words, text in (
+        ([str(tmp_path / "x.png"), str(tmp_path / "empty.json")], "holds no rows"),
+        ([str(tmp_path / "x.png"), str(tmp_path / "none.json")], "cannot be read"),
+        (["x.png"], "give a picture and a load file"),
+    ):
+        assert load_picture.main(words) == 2
+        assert text in capsys.readouterr().err
+    assert not (tmp_path / "x.png").exists()
+
+
+def test_a_picture_needs_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    load = LoadWindow(1, 2, window=1)
+    load.push(1, np.ones((1, 2)))
+    load.write(tmp_path / "load.json")
+    monkeypatch.setattr("launch.roofline_picture.matplotlib", None)
+    with pytest.raises(ValueError, match="a picture needs matplotlib"):
+        load_picture.draw_load(read_load(tmp_path / "load.json"), tmp_path / "x.png")
+
+
+def test_without_matplotlib_the_files_import_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    modules = (load_picture, simulate_picture)
+    try:
+        monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+        assert all(importlib.reload(module).Canvas is None for module in modules)
+    finally:
+        monkeypatch.undo()
+        assert all(importlib.reload(module).Canvas is not None for module in modules)
