@@ -45,14 +45,13 @@ def gate(
     rule: RoutingRule,
     *,
     real_T: Tensor | None = None,
-    counts_E: Tensor | None = None,
 ) -> Routing:
     """`route` of the fp32 logits x w^T; `gate_reference` is the definition.
 
     Operands of different dtypes are both read as the wider one; fp32 is multiplied in fp32, never in tf32.
     """
     run = gate_triton if uses_triton(x_TD) else gate_reference
-    return run(x_TD, weight_ED, bias_E, rule, real_T=real_T, counts_E=counts_E)
+    return run(x_TD, weight_ED, bias_E, rule, real_T=real_T)
 
 
 # parts[p, t, e] = sum over k in part p, ascending, of x[t, k] * w[e, k]; with one part in the output: their sum, p
@@ -85,6 +84,8 @@ def _gate_tile(
     x_ptrs = x_ptr + token.to(tl.int64)[:, None] * stride_x + k[None, :]
     w_ptrs = w_ptr + expert.to(tl.int64)[None, :] * stride_w + k[:, None]
     total = tl.zeros((BLOCK_T, BLOCK_N), tl.float32)
+    # A part is added one step after it was multiplied: the compiler would make one long sum of `total += dot`.
+    last = total
     for part in range(first_part, last_part):
         start = part * PART
         in_k = start + k < width
@@ -92,8 +93,9 @@ def _gate_tile(
         w = tl.load(w_ptrs + start, mask=in_e & in_k[:, None], other=0.0)
         if WIDE:
             x, w = x.to(tl.float32), w.to(tl.float32)
-        total += tl.dot(x, w, input_precision="ieee")
-    return total
+        total += last
+        last = tl.dot(x, w, input_precision="ieee")
+    return total + last
 
 
 # Sizes of the batch are not specialised on: a kernel compiled in the middle of a run would stall it.
@@ -141,7 +143,6 @@ def _gate_route_kernel(
     counters_ptr,
     bias_ptr,
     real_ptr,
-    counts_ptr,
     ids_ptr,
     weights_ptr,
     num_tokens,
@@ -152,6 +153,7 @@ def _gate_route_kernel(
     epsilon,
     scale,
     NUM_PARTS: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr,
     TOP_K: tl.constexpr,
     SIGMOID: tl.constexpr,
     NUM_GROUPS: tl.constexpr,
@@ -159,8 +161,8 @@ def _gate_route_kernel(
     TOP2_SUM: tl.constexpr,
     RENORMALIZE: tl.constexpr,
     BLOCK_T: tl.constexpr,
-    BLOCK_E: tl.constexpr,
     BLOCK_G: tl.constexpr,
+    BLOCK_S: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -187,10 +189,9 @@ def _gate_route_kernel(
         for first in range(0, BLOCK_M, BLOCK_T):
             if tl.program_id(0) * BLOCK_M + first < num_tokens:
                 route_tile(
-                    parts_ptr, bias_ptr, real_ptr, counts_ptr, ids_ptr, weights_ptr,
-                    tl.program_id(0) * BLOCK_M + first, num_tokens, num_experts, stride_p, num_experts, epsilon, scale,
-                    NUM_PARTS, TOP_K, SIGMOID, NUM_GROUPS, TOPK_GROUPS, TOP2_SUM, RENORMALIZE,
-                    BLOCK_T, BLOCK_E, BLOCK_G, BLOCK_K,
+                    parts_ptr, bias_ptr, real_ptr, ids_ptr, weights_ptr, tl.program_id(0) * BLOCK_M + first, num_tokens,
+                    stride_p, num_experts, epsilon, scale, NUM_PARTS, NUM_EXPERTS, TOP_K, SIGMOID, NUM_GROUPS,
+                    TOPK_GROUPS, TOP2_SUM, RENORMALIZE, BLOCK_T, BLOCK_G, BLOCK_S, BLOCK_K,
                 )  # fmt: skip
 
 
@@ -201,11 +202,10 @@ def gate_triton(
     rule: RoutingRule,
     *,
     real_T: Tensor | None = None,
-    counts_E: Tensor | None = None,
 ) -> Routing:
     """`gate` in two launches: the product, with K cut where tokens are few, and the routing."""
     few = x_TD.shape[0] <= 256
-    return gate_parts_triton(x_TD, weight_ED, bias_E, rule, real_T=real_T, counts_E=counts_E, cut=few)
+    return gate_parts_triton(x_TD, weight_ED, bias_E, rule, real_T=real_T, cut=few)
 
 
 def gate_parts_triton(
@@ -215,20 +215,20 @@ def gate_parts_triton(
     rule: RoutingRule,
     *,
     real_T: Tensor | None = None,
-    counts_E: Tensor | None = None,
     cut: bool,
-    block_n: int = 32,
-    num_warps: int = 4,
+    tile: tuple[int, int, int, int] | None = None,
 ) -> Routing:
     """Two launches; `cut`: a program for each part of K, else one for all."""
-    _check_operands(x_TD, weight_ED, bias_E, rule, real_T, counts_E)
+    _check_operands(x_TD, weight_ED, bias_E, rule, real_T)
     (num_tokens, width), num_experts = x_TD.shape, weight_ED.shape[0]
     num_parts = cdiv(width, PART) if cut else 1
     parts_PTE = torch.empty(num_parts, num_tokens, num_experts, dtype=torch.float32, device=x_TD.device)
     if num_tokens > 0:
         wide = x_TD.dtype != weight_ED.dtype or x_TD.dtype == torch.float32
-        block_t = _TOKENS if cut or wide else 64
-        block_n = max(16, min(block_n if cut else 64, next_power_of_2(num_experts)))
+        # (tokens, experts, warps, stages)
+        tile = tile or ((_TOKENS, 32, 4, 1) if cut or wide else (64, 128, 4, 2))
+        block_t, block_n, num_warps, num_stages = tile
+        block_n = max(16, min(block_n, next_power_of_2(num_experts)))
         grid = (cdiv(num_tokens, block_t), cdiv(num_experts, block_n), num_parts)
         _gate_parts_kernel[grid](
             x_TD,
@@ -245,10 +245,10 @@ def gate_parts_triton(
             PART=PART,
             WIDE=x_TD.dtype != weight_ED.dtype,
             num_warps=num_warps,
-            num_stages=2,
+            num_stages=num_stages,
             **dependent_launch(x_TD),
         )
-    return route_parts_triton(parts_PTE, bias_E, rule, real_T, counts_E)
+    return route_parts_triton(parts_PTE, bias_E, rule, real_T)
 
 
 def gate_counted_triton(
@@ -259,12 +259,11 @@ def gate_counted_triton(
     counters_X: Tensor,
     *,
     real_T: Tensor | None = None,
-    counts_E: Tensor | None = None,
     block_n: int = 32,
     num_warps: int = 4,
 ) -> Routing:
     """One launch. counters_X int32, zero, one for each 16 tokens; zero again afterwards."""
-    _check_operands(x_TD, weight_ED, bias_E, rule, real_T, counts_E)
+    _check_operands(x_TD, weight_ED, bias_E, rule, real_T)
     (num_tokens, width), num_experts = x_TD.shape, weight_ED.shape[0]
     routing = empty_routing(num_tokens, rule, x_TD.device)
     if num_tokens == 0:
@@ -279,7 +278,6 @@ def gate_counted_triton(
         counters_X,
         bias_E,
         real_T,
-        counts_E,
         *routing,
         num_tokens,
         num_experts,
@@ -289,7 +287,7 @@ def gate_counted_triton(
         float(rule.epsilon),
         float(rule.scale),
         NUM_PARTS=num_parts,
-        **tile_options(rule, num_experts),
+        **tile_options(rule, num_experts, num_warps),
         BLOCK_M=_TOKENS,
         BLOCK_N=block_n,
         PART=PART,
@@ -307,13 +305,12 @@ def _check_operands(
     bias_E: Tensor | None,
     rule: RoutingRule,
     real_T: Tensor | None,
-    counts_E: Tensor | None,
 ) -> None:
     (num_tokens, width), num_experts = x_TD.shape, weight_ED.shape[0]
     assert weight_ED.shape == (num_experts, width), f"rows of {x_TD.shape}, gate of {weight_ED.shape}"
     assert_last_contiguous("x_TD", x_TD)
     assert_last_contiguous("weight_ED", weight_ED)
-    check_rows(num_tokens, num_experts, bias_E, rule, real_T, counts_E)
+    check_rows(num_tokens, num_experts, bias_E, rule, real_T)
 
 
 def gate_reference(
@@ -323,9 +320,8 @@ def gate_reference(
     rule: RoutingRule,
     *,
     real_T: Tensor | None = None,
-    counts_E: Tensor | None = None,
 ) -> Routing:
     """The definition, and the CPU's product path."""
-    _check_operands(x_TD, weight_ED, bias_E, rule, real_T, counts_E)
+    _check_operands(x_TD, weight_ED, bias_E, rule, real_T)
     logits_TE = linear_reference(x_TD, weight_ED, out_dtype=torch.float32)
-    return route_reference(logits_TE, bias_E, rule, real_T=real_T, counts_E=counts_E)
+    return route_reference(logits_TE, bias_E, rule, real_T=real_T)

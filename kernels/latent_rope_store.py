@@ -18,7 +18,7 @@ from torch import Tensor
 from kernels.checks import cdiv, next_power_of_2, uses_triton
 from kernels.dependent_launch import dependent_launch, wait_for_inputs
 from kernels.kv_store import latent_store_reference
-from kernels.qk_rope_store import Rope, angles_of, check_rope, pair_columns
+from kernels.qk_rope_store import Rope, angles_of, check_rope, load_pairs, store_pairs
 from kernels.rmsnorm import norm_tile, rms_apply, rms_scale, rmsnorm_reference
 from kernels.rope import rope_reference_, rotate
 
@@ -77,8 +77,6 @@ def _latent_rope_store_kernel(
 ):
     wait_for_inputs(PDL)
     latent_programs = tl.cdiv(num_tokens, BLOCK_R)
-    first_column, second_column = pair_columns(HALF, INTERLEAVED, BLOCK_P)
-    in_pairs = tl.arange(0, BLOCK_P)[None, :] < HALF
     if tl.program_id(0) < latent_programs:
         row = (tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R))[:, None]
         in_batch = row < num_tokens
@@ -89,29 +87,25 @@ def _latent_rope_store_kernel(
         in_latent = column < LATENT
         x = tl.load(row_ptr + column, mask=in_batch & in_latent, other=0.0)
         latent = rms_apply(x, rms_scale(x, LATENT, eps), tl.load(weight_ptr + column, mask=in_latent, other=0.0))
-        k_first = tl.load(row_ptr + LATENT + first_column, mask=in_batch & in_pairs, other=0.0)
-        k_second = tl.load(row_ptr + LATENT + second_column, mask=in_batch & in_pairs, other=0.0)
+        k_first, k_second = load_pairs(row_ptr + LATENT, in_batch, BLOCK_R, HALF, INTERLEAVED, BLOCK_P)
         cos, sin = angles_of(table_ptr, tl.load(positions_ptr + row, mask=in_batch, other=0), HALF, BLOCK_P)
         k_first, k_second = rotate(k_first, k_second, cos, sin)
         # Both parts of the row are in registers before either is stored: a cache of another dtype takes scales here.
         tl.store(place_ptr + column, latent, mask=(slot >= 0) & in_latent)
-        tl.store(place_ptr + LATENT + first_column, k_first, mask=(slot >= 0) & in_pairs)
-        tl.store(place_ptr + LATENT + second_column, k_second, mask=(slot >= 0) & in_pairs)
+        store_pairs(place_ptr + LATENT, k_first, k_second, slot >= 0, BLOCK_R, HALF, INTERLEAVED, BLOCK_P)
     else:
         head_blocks = tl.cdiv(num_heads, BLOCK_H)
         program = tl.program_id(0) - latent_programs
         token = (program // head_blocks).to(tl.int64)
         head = ((program % head_blocks) * BLOCK_H + tl.arange(0, BLOCK_H))[:, None]
-        used = (head < num_heads) & in_pairs
+        used = head < num_heads
         head_ptr = q_pe_ptr + token * stride_qt + head.to(tl.int64) * stride_qh
-        first = tl.load(head_ptr + first_column, mask=used, other=0.0)
-        second = tl.load(head_ptr + second_column, mask=used, other=0.0)
+        first, second = load_pairs(head_ptr, used, BLOCK_H, HALF, INTERLEAVED, BLOCK_P)
         head_cos, head_sin = angles_of(table_ptr, tl.load(positions_ptr + token), HALF, BLOCK_P)
         first, second = rotate(first, second, head_cos, head_sin)
         # A small tile is held by several threads at once: all must have read before one writes.
         tl.debug_barrier()
-        tl.store(head_ptr + first_column, first, mask=used)
-        tl.store(head_ptr + second_column, second, mask=used)
+        store_pairs(head_ptr, first, second, used, BLOCK_H, HALF, INTERLEAVED, BLOCK_P)
 
 
 def latent_rope_store_triton(

@@ -64,13 +64,39 @@ def qk_rope_store(
 
 
 @triton.jit
-def pair_columns(HALF: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_P: tl.constexpr):
-    """The columns [1, BLOCK_P] of both entries of each pair."""
-    pair = tl.arange(0, BLOCK_P)[None, :]
+def load_pairs(row_ptr, used, ROWS: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_P: tl.constexpr):
+    """Both entries of each pair [ROWS, BLOCK_P] of the rows at row_ptr [ROWS, 1], read as they lie in memory."""
     if INTERLEAVED:
-        return 2 * pair, 2 * pair + 1
+        c = tl.arange(0, 2 * BLOCK_P)[None, :]
+        x = tl.load(row_ptr + c, mask=used & (c < 2 * HALF), other=0.0)
+        first, second = tl.split(tl.reshape(x, (ROWS, BLOCK_P, 2)))
     else:
-        return pair, pair + HALF
+        c = tl.arange(0, BLOCK_P)[None, :]
+        first = tl.load(row_ptr + c, mask=used & (c < HALF), other=0.0)
+        second = tl.load(row_ptr + HALF + c, mask=used & (c < HALF), other=0.0)
+    return first, second
+
+
+@triton.jit
+def store_pairs(
+    row_ptr,
+    first,
+    second,
+    used,
+    ROWS: tl.constexpr,
+    HALF: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+):
+    """The way back of `load_pairs`."""
+    if INTERLEAVED:
+        c = tl.arange(0, 2 * BLOCK_P)[None, :]
+        x = tl.reshape(tl.join(first, second), (ROWS, 2 * BLOCK_P))
+        tl.store(row_ptr + c, x, mask=used & (c < 2 * HALF))
+    else:
+        c = tl.arange(0, BLOCK_P)[None, :]
+        tl.store(row_ptr + c, first, mask=used & (c < HALF))
+        tl.store(row_ptr + HALF + c, second, mask=used & (c < HALF))
 
 
 @triton.jit
@@ -79,15 +105,6 @@ def angles_of(table_ptr, position, HALF: tl.constexpr, BLOCK_P: tl.constexpr):
     pair = tl.arange(0, BLOCK_P)[None, :]
     angle_ptr = table_ptr + position * (2 * HALF) + pair
     return tl.load(angle_ptr, mask=pair < HALF, other=0.0), tl.load(angle_ptr + HALF, mask=pair < HALF, other=0.0)
-
-
-@triton.jit
-def _load_columns(row_ptr, weight_ptr, scale, column, used, in_row):
-    """Columns of rows, normalised where there is a weight: the L1 cache still has them from the sum."""
-    x = tl.load(row_ptr + column, mask=used & in_row, other=0.0)
-    if weight_ptr is not None:
-        x = rms_apply(x, scale, tl.load(weight_ptr + column, mask=in_row, other=0.0))
-    return x
 
 
 # The rows of BLOCK_H heads, from row_ptr [BLOCK_H, 1] to out_ptr [BLOCK_H, 1]: normalised, the first 2 * HALF entries
@@ -107,27 +124,29 @@ def _turn_heads(
     WIDTH: tl.constexpr,
     HALF: tl.constexpr,
     INTERLEAVED: tl.constexpr,
+    BLOCK_H: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_P: tl.constexpr,
 ):
     scale = 1.0
+    c = tl.arange(0, BLOCK_C)[None, :]
     if weight_ptr is not None:
-        c = tl.arange(0, BLOCK_C)[None, :]
         scale = rms_scale(tl.load(row_ptr + c, mask=used & (c < WIDTH), other=0.0), WIDTH, eps)
-    first_column, second_column = pair_columns(HALF, INTERLEAVED, BLOCK_P)
-    in_pairs = tl.arange(0, BLOCK_P)[None, :] < HALF
-    first = _load_columns(row_ptr, weight_ptr, scale, first_column, used, in_pairs)
-    second = _load_columns(row_ptr, weight_ptr, scale, second_column, used, in_pairs)
+    # Read again, from the L1 cache, as pairs.
+    first, second = load_pairs(row_ptr, used, BLOCK_H, HALF, INTERLEAVED, BLOCK_P)
+    if weight_ptr is not None:
+        first_weight, second_weight = load_pairs(weight_ptr, True, 1, HALF, INTERLEAVED, BLOCK_P)
+        first, second = rms_apply(first, scale, first_weight), rms_apply(second, scale, second_weight)
     cos, sin = angles_of(table_ptr, position, HALF, BLOCK_P)
     first, second = rotate(first, second, cos, sin)
     # Here the whole row is in registers in the model dtype: `first`, `second` and, in a head wider than the rotation,
     # `rest`. A cache of another dtype takes the row's scale from them and stores codes instead.
-    tl.store(out_ptr + first_column, first, mask=stored & in_pairs)
-    tl.store(out_ptr + second_column, second, mask=stored & in_pairs)
+    store_pairs(out_ptr, first, second, stored, BLOCK_H, HALF, INTERLEAVED, BLOCK_P)
     if WIDTH > 2 * HALF:
-        c = tl.arange(0, BLOCK_C)[None, :]
         in_rest = (c >= 2 * HALF) & (c < WIDTH)
-        rest = _load_columns(row_ptr, weight_ptr, scale, c, used, in_rest)
+        rest = tl.load(row_ptr + c, mask=used & in_rest, other=0.0)
+        if weight_ptr is not None:
+            rest = rms_apply(rest, scale, tl.load(weight_ptr + c, mask=in_rest, other=0.0))
         tl.store(out_ptr + c, rest, mask=stored & in_rest)
 
 
@@ -189,7 +208,7 @@ def _qk_rope_store_kernel(
         position = tl.load(positions_ptr + token)
         _turn_heads(
             row_ptr, out_row_ptr, q_weight_ptr, table_ptr, position, used, used, eps,
-            WIDTH, HALF, INTERLEAVED, BLOCK_C, BLOCK_P,
+            WIDTH, HALF, INTERLEAVED, BLOCK_H, BLOCK_C, BLOCK_P,
         )  # fmt: skip
     else:
         slot = tl.load(slots_ptr + token)
@@ -202,7 +221,7 @@ def _qk_rope_store_kernel(
             position = tl.load(positions_ptr + token)
             _turn_heads(
                 row_ptr, place_ptr, k_weight_ptr, table_ptr, position, used, used & (slot >= 0), eps,
-                WIDTH, HALF, INTERLEAVED, BLOCK_C, BLOCK_P,
+                WIDTH, HALF, INTERLEAVED, BLOCK_H, BLOCK_C, BLOCK_P,
             )  # fmt: skip
         else:
             head = ((block - q_programs - k_programs) * BLOCK_H + tl.arange(0, BLOCK_H))[:, None]

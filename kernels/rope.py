@@ -42,7 +42,8 @@ def rope_(x_THC: Tensor, positions_T: Tensor, cos_sin_PR: Tensor, *, interleaved
 def rotate(first, second, cos, sin):
     """Both entries of each pair after the turn, in their dtype."""
     a, b = first.to(tl.float32), second.to(tl.float32)
-    return (a * cos - b * sin).to(first.dtype), (b * cos + a * sin).to(first.dtype)
+    # Spelt out which product is rounded: left to the compiler, it differs from kernel to kernel.
+    return tl.fma(a, cos, -(b * sin)).to(first.dtype), tl.fma(b, cos, a * sin).to(first.dtype)
 
 
 # (a, b) = (a cos - b sin, b cos + a sin) for pair i of each head, a and b R/2 apart or side by side

@@ -23,6 +23,6 @@ class Gate:
         self.bias_E = bias_E
         self.rule = rule
 
-    def __call__(self, x_TD: Tensor, real_T: Tensor | None = None, counts_E: Tensor | None = None) -> Routing:
-        """Rows that `real_T` calls padding get ids of -1; every other id is counted in `counts_E`, in place."""
-        return gate(x_TD, self.weight_ED, self.bias_E, self.rule, real_T=real_T, counts_E=counts_E)
+    def __call__(self, x_TD: Tensor, real_T: Tensor | None = None) -> Routing:
+        """Rows that `real_T` calls padding get ids of -1."""
+        return gate(x_TD, self.weight_ED, self.bias_E, self.rule, real_T=real_T)

@@ -1,34 +1,67 @@
 """How many rows each expert of each layer received, counted on the device, and how even that is.
 
-Knows layers and logical experts; knows nothing of ranks or requests. The router adds a layer's rows where it has just
-chosen their experts.
+Knows layers, slots and logical experts; knows nothing of ranks or requests. A layer's dispatch has counted already: the
+offsets of its slots are running sums of rows. They are noted, and added to the sums of all steps at the end of each, in
+two launches for all layers; what they say of a slot is worked out when somebody asks.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 
 class LoadCounter:
-    """Counts for every layer of the network by its index (a layer without experts stays at zero)."""
+    """Counts for every layer of the network by its index (a layer without experts stays at zero).
 
-    def __init__(self, num_layers: int, num_experts: int, device: torch.device | str) -> None:
+    `experts_of_slots`: the logical expert of each slot here, None for an empty one; left out, slot e holds expert e.
+    """
+
+    def __init__(
+        self,
+        num_layers: int,
+        num_experts: int,
+        device: torch.device | str,
+        experts_of_slots: Sequence[int | None] | None = None,
+    ) -> None:
         self.num_layers = num_layers
         self.num_experts = num_experts
-        self._counts_LE = torch.zeros((num_layers, num_experts), dtype=torch.int64, device=device)
+        self.experts_of_slots = tuple(range(num_experts) if experts_of_slots is None else experts_of_slots)
+        num_slots = len(self.experts_of_slots)
+        # Row p: the sums of the offsets of the layer that came p-th in each step.
+        self._offsets_PS1 = torch.zeros((num_layers, num_slots + 1), dtype=torch.int64, device=device)
+        self._layers: list[int] = []
+        self._of_this_step: list[tuple[int, Tensor]] = []
 
-    def of_layer(self, layer_index: int) -> Tensor:
-        """The live counts of one layer, int64 [E] on the device: what the router adds to."""
-        return self._counts_LE[layer_index]
+    def add(self, layer_index: int, offsets_S1: Tensor) -> None:
+        """Note what one layer dispatched in this step: int32 [S + 1], slot s has rows offsets[s] to offsets[s + 1]."""
+        self._of_this_step.append((layer_index, offsets_S1))
+
+    def end_step(self) -> None:
+        """Add up what was noted. No host sync. Every step goes through the same layers, in the same order."""
+        layers, of_this_step = [layer for layer, _ in self._of_this_step], self._of_this_step
+        self._of_this_step = []
+        if not layers:
+            return
+        assert not self._layers or layers == self._layers, f"layers {layers} after steps of layers {self._layers}"
+        self._layers = layers
+        self._offsets_PS1[: len(layers)] += torch.stack([offsets_S1 for _, offsets_S1 in of_this_step])
 
     def snapshot(self) -> Tensor:
         """Counts so far, int64 [layers, E] on the CPU. Waits for the device."""
-        return self._counts_LE.cpu().clone()  # on the CPU `cpu` alone would be the live counts
+        counts_PS = self._offsets_PS1.cpu().diff(dim=1)
+        counts_LE = torch.zeros((self.num_layers, self.num_experts), dtype=torch.int64)
+        held = [(slot, expert) for slot, expert in enumerate(self.experts_of_slots) if expert is not None]
+        slots, experts = (torch.tensor(each, dtype=torch.int64) for each in zip(*held))
+        for row, layer in enumerate(self._layers):
+            counts_LE[layer].index_add_(0, experts, counts_PS[row, slots])
+        return counts_LE
 
     def reset(self) -> None:
-        """Back to zero, in place: captured graphs go on adding to the same counts."""
-        self._counts_LE.zero_()
+        """Back to zero, in place: captured graphs go on adding to the same sums."""
+        self._offsets_PS1.zero_()
 
 
 def balancedness(counts_LX: Tensor) -> float:

@@ -102,6 +102,8 @@ class CausalLM:
         next_norms = [*(block.attn_norm for block in self.blocks[1:]), self.norm]
         for block, kv_cache, next_norm in zip(self.blocks, kv_caches, next_norms, strict=True):
             y_TD, residual_TD = block(y_TD, residual_TD, plan, kv_cache, next_norm)
+        if plan.load is not None:
+            plan.load.end_step()
         return y_TD
 
     def _plan(self, step: StepInput, kv_caches: Sequence[Tensor]) -> StepPlan:

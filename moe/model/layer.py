@@ -37,9 +37,10 @@ class MoELayer:
 
         Rows that `step.real_T` calls padding go to no expert.
         """
-        counts_E = None if plan.load is None else plan.load.of_layer(self.index)
-        expert_ids_TK, weights_TK = self.gate(x_TD, plan.step.real_T, counts_E)
+        expert_ids_TK, weights_TK = self.gate(x_TD, plan.step.real_T)
         inputs = self.dispatcher.dispatch(x_TD, expert_ids_TK, weights_TK)
+        if plan.load is not None:
+            plan.load.add(self.index, inputs.offsets_S1)
         y_RD = self.experts(inputs)
         # Shared rows are unscaled: the routed scale belongs to the router's weights.
         shared_TD = None if self.shared is None else self.shared(x_TD, plan.all_rows_2)

@@ -69,20 +69,14 @@ KERNELS = [
     ],
 )
 def test_kernels_against_the_reference(backend, run, num_tokens, num_experts, width, rule):
-    """Ids are equal but for near ties, which these logits do not have; padding rows go nowhere and are not counted."""
+    """Ids are equal but for near ties, which these logits do not have; padding rows go nowhere."""
     x_TD, weight_ED, bias_E = operands(num_tokens, num_experts, width, backend.dtype, backend.device)
     real_T = torch.arange(num_tokens, device=backend.device) % 3 != 1
-    counts_E, expected_E = (torch.full((num_experts,), 7, dtype=torch.int64, device=backend.device) for _ in range(2))
-    ours = run(x_TD, weight_ED, bias_E, rule, real_T=real_T, counts_E=counts_E)
-    expected = gate_reference(x_TD.cpu(), weight_ED.cpu(), bias_E.cpu(), rule)
-    for t in range(num_tokens):
-        if t % 3 == 1:
-            assert ours.expert_ids_TK[t].tolist() == [-1] * rule.top_k
-        else:
-            assert ours.expert_ids_TK[t].tolist() == expected.expert_ids_TK[t].tolist()
-            expected_E += torch.bincount(ours.expert_ids_TK[t], minlength=num_experts)
+    ours = run(x_TD, weight_ED, bias_E, rule, real_T=real_T)
+    expected = gate_reference(x_TD.cpu(), weight_ED.cpu(), bias_E.cpu(), rule, real_T=real_T.cpu())
+    assert torch.equal(ours.expert_ids_TK.cpu(), expected.expert_ids_TK)
+    assert bool((expected.expert_ids_TK[1::3] == -1).all())
     torch.testing.assert_close(ours.weights_TK.cpu(), expected.weights_TK, rtol=2e-5, atol=1e-7)
-    assert torch.equal(counts_E, expected_E)
 
 
 @pytest.mark.gpu
@@ -122,11 +116,19 @@ def test_a_gate_of_another_width_is_refused():
 def test_compiles(arch):
     args: dict[str, object] = {"x_ptr": "*bf16", "w_ptr": "*bf16", "parts_ptr": "*fp32", "PART": PART, "WIDE": False}
     args |= dict.fromkeys(("num_tokens", "num_experts", "width", "stride_x", "stride_w"), "i32") | {"PDL": arch >= 90}
-    for block_t, block_n in ((16, 32), (64, 64)):
+    for block_t, block_n, stages in ((16, 32, 1), (64, 128, 2)):
         parts = {"parts_each": "i32", "BLOCK_T": block_t, "BLOCK_N": block_n}
-        assert compile_ahead(_gate_parts_kernel, arch, args | parts, num_stages=1 if arch == 89 else 2)
-    args |= {"counters_ptr": "*i32", "bias_ptr": None, "real_ptr": "*i1", "counts_ptr": "*i64", "ids_ptr": "*i32"}
-    args |= {"weights_ptr": "*fp32", "epsilon": "fp32", "scale": "fp32", "NUM_PARTS": 8, "TOP_K": 8, "SIGMOID": False}
-    args |= {"NUM_GROUPS": 1, "TOPK_GROUPS": 1, "TOP2_SUM": False, "RENORMALIZE": True, "BLOCK_T": 8, "BLOCK_E": 128}
+        assert compile_ahead(_gate_parts_kernel, arch, args | parts, num_stages=stages)
+    args |= {"counters_ptr": "*i32", "bias_ptr": None, "real_ptr": "*i1", "ids_ptr": "*i32"}
+    args |= {
+        "weights_ptr": "*fp32",
+        "epsilon": "fp32",
+        "scale": "fp32",
+        "NUM_PARTS": 8,
+        "NUM_EXPERTS": 128,
+        "TOP_K": 8,
+        "SIGMOID": False,
+    }
+    args |= {"NUM_GROUPS": 1, "TOPK_GROUPS": 1, "TOP2_SUM": False, "RENORMALIZE": True, "BLOCK_T": 4, "BLOCK_S": 128}
     args |= {"BLOCK_G": 1, "BLOCK_K": 8, "BLOCK_M": 16, "BLOCK_N": 32}
     assert compile_ahead(_gate_route_kernel, arch, args, num_stages=1)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kernels import pack as pack_module
-from kernels.pack import Packed, pack, pack_counts_triton, pack_slots_triton, pack_reference
+from kernels.pack import Packed, pack, pack_counts_triton, pack_reference, pack_slots_triton
 from tests.aot import ARCHS, aot, compile_ahead
 from tests.shapes import NUM_EXPERTS, NUM_TOKENS, WILD_INDEX
 
@@ -131,7 +131,7 @@ def test_compiles(arch):
     sizes = {"num_rows": "i32", "num_experts": "i32", "num_slots": "i32"}
     outputs = {"row_token_ptr": "*i32", "packed_row_ptr": "*i32", "offsets_ptr": "*i32"}
     inputs = {"ids_ptr": "*i32", "slot_of_ptr": "*i32"}
-    blocks = {"num_blocks": "i32", "BLOCK": 128, "BLOCK_S": 64}
+    blocks = {"num_blocks": "i32", "BLOCK": 128, "BINS": 256}
     sums = {"slot_counts_ptr": "*i32"}
     pdl = {"PDL": arch >= 90}
     slots_args = inputs | outputs | sizes | pdl | {"TOP_K": 8, "BLOCK": 1024}

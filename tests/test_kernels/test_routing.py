@@ -367,11 +367,10 @@ def test_compiles(arch, name):
         "parts_ptr": "*fp32",
         "bias_ptr": "*fp32" if has_bias else None,
         "real_ptr": "*i1" if has_bias else None,
-        "counts_ptr": "*i64",
         "ids_ptr": "*i32",
         "weights_ptr": "*fp32",
         "num_tokens": "i32",
-        "num_experts": "i32",
+        "NUM_EXPERTS": num_experts,
         "stride_p": "i32",
         "stride_t": "i32",
         "NUM_PARTS": 8 if has_bias else 1,
@@ -385,8 +384,8 @@ def test_compiles(arch, name):
         "TOP2_SUM": rule.group_score == "top2_sum",
         "RENORMALIZE": rule.renormalize,
         "BLOCK_T": 4,
-        "BLOCK_E": num_experts,
         "BLOCK_G": rule.num_groups,
+        "BLOCK_S": num_experts // rule.num_groups,
         "BLOCK_K": rule.top_k,
     }
     assert compile_ahead(_route_kernel, arch, args)

@@ -56,9 +56,9 @@ class RecordingGate:
         self.rows: list[Tensor] = []
         self.routings: list[Routing] = []
 
-    def __call__(self, x_TD: Tensor, real_T: Tensor | None = None, counts_E: Tensor | None = None) -> Routing:
+    def __call__(self, x_TD: Tensor, real_T: Tensor | None = None) -> Routing:
         self.rows.append(x_TD.clone())
-        self.routings.append(self.gate(x_TD, real_T, counts_E))
+        self.routings.append(self.gate(x_TD, real_T))
         return self.routings[-1]
 
 

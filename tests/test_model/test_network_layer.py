@@ -70,7 +70,11 @@ def inputs_of(
 
 def rows_of(layer: MoELayer, *args) -> torch.Tensor:
     """The layer's own rows: the new residual where the old one is zero. Arguments of `inputs_of`."""
-    return layer(*inputs_of(*args))[1]
+    inputs = inputs_of(*args)
+    out_TD = layer(*inputs)[1]
+    if inputs[-1].load is not None:
+        inputs[-1].load.end_step()
+    return out_TD
 
 
 X = torch.tensor([[0.5, -2.0, 3.0, 1.0], [7.0, 0.25, -1.0, 1.0]])
@@ -162,12 +166,14 @@ def test_the_layer_never_waits_for_the_device(num_tokens: int) -> None:
     x_TD = torch.randn(num_tokens, 256, device="cuda", dtype=torch.bfloat16)
     inputs = inputs_of(x_TD, load, torch.ones(num_tokens, dtype=torch.bool, device="cuda"))
     layer(*inputs)  # compile first
+    load.end_step()
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
         out_TD = layer(*inputs)[1]
     finally:
         torch.cuda.set_sync_debug_mode("default")
+    load.end_step()
     expected_TD = rows_of(random_layer("cpu", torch.bfloat16), x_TD.cpu())
     assert float((out_TD.cpu() - expected_TD).float().norm() / expected_TD.float().norm()) < 0.02
     assert int(load.snapshot().sum()) == 2 * 4 * num_tokens

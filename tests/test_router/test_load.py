@@ -5,34 +5,53 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels.routing import RoutingRule
-from router.gate import Gate
 from router.load import LoadCounter, balancedness
 from router.synthetic import one_expert_routing, skewed_routing
 
 
-def count(load: LoadCounter, layer: int, ids: torch.Tensor) -> None:
-    """As the router does."""
-    load.of_layer(layer).add_(torch.bincount(ids.flatten(), minlength=load.num_experts))
+def offsets(*counts: int) -> torch.Tensor:
+    """The offsets of slots with so many rows."""
+    return torch.tensor([sum(counts[:slot]) for slot in range(len(counts) + 1)], dtype=torch.int32)
+
+
+def count(load: LoadCounter, ids: torch.Tensor) -> None:
+    """One step of one layer whose slots are its experts."""
+    load.add(0, offsets(*torch.bincount(ids.flatten(), minlength=load.num_experts).tolist()))
+    load.end_step()
 
 
 def test_counts_by_hand() -> None:
-    """Through the gate, whose logits are its rows: two experts a token, a padding row counts for nothing."""
+    """Two steps of layers 1 and 2; layer 0 has no experts."""
     load = LoadCounter(num_layers=3, num_experts=4, device="cpu")
-    gate = Gate(torch.eye(4), None, RoutingRule(top_k=2))
-    x_TD = torch.tensor([[2.0, 0.0, 0.0, 1.0], [0.0, 0.0, 1.0, 2.0], [0.0, 5.0, 0.0, 5.0]])
-    gate(x_TD, None, load.of_layer(1))
-    gate(x_TD, torch.tensor([False, True, False]), load.of_layer(2))
-    gate(x_TD[:0], None, load.of_layer(2))
-    assert load.snapshot().tolist() == [[0, 0, 0, 0], [1, 1, 1, 3], [0, 0, 1, 1]]
+    for of_one, of_two in ((offsets(1, 0, 1, 2), offsets(1, 1, 0, 0)), (offsets(0, 1, 0, 1), offsets(0, 0, 0, 0))):
+        load.add(1, of_one)
+        load.add(2, of_two)
+        load.end_step()
+    assert load.snapshot().tolist() == [[0, 0, 0, 0], [1, 1, 1, 3], [1, 1, 0, 0]]
     load.reset()
     assert load.snapshot().sum() == 0
+    load.add(1, offsets(1, 0, 0, 0))
+    with pytest.raises(AssertionError, match="layers \\[1\\] after steps of layers \\[1, 2\\]"):
+        load.end_step()
+
+
+def test_slots_hold_experts_in_any_order_some_twice_some_none() -> None:
+    load = LoadCounter(num_layers=1, num_experts=3, device="cpu", experts_of_slots=[2, None, 0, 2])
+    load.add(0, offsets(5, 7, 1, 2))
+    load.end_step()
+    assert load.snapshot().tolist() == [[1, 0, 7]]
+
+
+def test_a_step_without_experts_counts_nothing() -> None:
+    load = LoadCounter(num_layers=1, num_experts=4, device="cpu")
+    load.end_step()
+    assert load.snapshot().tolist() == [[0, 0, 0, 0]]
 
 
 def test_a_snapshot_does_not_change_afterwards() -> None:
     load = LoadCounter(num_layers=1, num_experts=2, device="cpu")
     before = load.snapshot()
-    load.of_layer(0)[0] += 1
+    count(load, torch.tensor([0, 1]))
     assert before.tolist() == [[0, 0]]
 
 
@@ -56,14 +75,14 @@ def test_synthetic_routing_has_the_skew_that_was_asked_for() -> None:
     def evenness(exponent: float) -> float:
         load = LoadCounter(1, 64, "cpu")
         routing = skewed_routing(4096, 64, 4, exponent=exponent, seed=3)
-        count(load, 0, routing.expert_ids_TK)
+        count(load, routing.expert_ids_TK)
         assert load.snapshot().sum() == 4096 * 4
         return balancedness(load.snapshot())
 
     assert evenness(0.0) > 0.8
     assert 0.05 < evenness(1.0) < 0.2
     worst = LoadCounter(1, 64, "cpu")
-    count(worst, 0, one_expert_routing(100, 5).expert_ids_TK)
+    count(worst, one_expert_routing(100, 5).expert_ids_TK)
     assert worst.snapshot()[0, 5] == 100
     assert balancedness(worst.snapshot()) == 1 / 64
 
