@@ -1,17 +1,19 @@
 """What dispatch and combine mean, as plain loops. Every dispatcher is tested against this; the product never calls it.
 
 Where the others may not look at the ids (that would wait for the device), this one does: an id outside -1..E-1 is an
-error.
+error. `ReferenceDispatcher` is one rank by itself; `ReferenceRanks` is a whole group, its ranks in one process.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from expert_parallel.dispatcher import ExpertInput
+from expert_parallel.placement import Placement
 
 
 class ReferenceHandle(NamedTuple):
@@ -65,3 +67,85 @@ class ReferenceDispatcher:
                 if row is not None:
                     out_TD[t] += handle.weights_TK[t, k] * y_RD[row].float()
         return out_TD.to(y_RD.dtype)
+
+
+class RankBatch(NamedTuple):
+    """What one rank brings to a group's dispatch."""
+
+    x_TD: Tensor
+    expert_ids_TK: Tensor
+    weights_TK: Tensor
+
+
+class Row(NamedTuple):
+    """One row of the experts' input: where it goes, then whose it is. Rows of a rank are sorted in this order."""
+
+    slot: int
+    source: int
+    token: int
+    k: int
+
+
+class ReferenceRanks:
+    """The two verbs for all ranks of a group at once: what goes in and comes out are lists by rank.
+
+    Rows lie by slot, then source rank, token, k. Token t of source rank r goes to replica (t + r) mod count of each of
+    its experts, replicas in order of rank and slot.
+    """
+
+    def __init__(self, placement: Placement, combine: Literal["exact", "fast"]) -> None:
+        self.placement = placement
+        self.combine_mode = combine
+
+    def dispatch(self, batches: Sequence[RankBatch]) -> list[ExpertInput]:
+        """The input of every rank's experts. The handle of each is its list of `Row`; combine wants them all."""
+        arrived: list[list[Row]] = [[] for _ in range(self.placement.num_ranks)]
+        for source, batch in enumerate(batches):
+            for token, of_token in enumerate(batch.expert_ids_TK.tolist()):
+                for k, expert in enumerate(of_token):
+                    if not -1 <= expert < self.placement.num_experts:
+                        raise ValueError(
+                            f"expert id {expert} of token {token} of rank {source} is outside "
+                            f"0..{self.placement.num_experts - 1} and not -1."
+                        )
+                    if expert >= 0:
+                        replicas = self.placement.slots_of(expert)
+                        target = replicas[(token + source) % len(replicas)]
+                        arrived[target.rank].append(Row(target.slot, source, token, k))
+        return [self._input(rank, sorted(rows), batches) for rank, rows in enumerate(arrived)]
+
+    def _input(self, rank: int, rows: list[Row], batches: Sequence[RankBatch]) -> ExpertInput:
+        width, dtype = batches[0].x_TD.shape[1], batches[0].x_TD.dtype
+        counts = [sum(row.slot == slot for row in rows) for slot in range(self.placement.num_slots(rank))]
+        offsets = [sum(counts[:slot]) for slot in range(len(counts) + 1)]
+        return ExpertInput(
+            rows_XD=torch.stack([batches[row.source].x_TD[row.token] for row in rows])
+            if rows
+            else torch.empty(0, width, dtype=dtype),
+            row_index_R=None,
+            offsets_S1=torch.tensor(offsets, dtype=torch.int32),
+            num_rows=len(rows),
+            handle=rows,
+        )
+
+    def combine(
+        self, y_of_rank: Sequence[Tensor], handles: Sequence[list[Row]], batches: Sequence[RankBatch]
+    ) -> list[Tensor]:
+        """The sums of every rank's tokens. exact: fp32, k = 0..K-1, one cast. fast: the same on each rank for its own
+        rows, cast, then the ranks' sums in fp32 in the order of a token's first k on each, one cast."""
+        terms: dict[tuple[int, int], dict[int, tuple[int, Tensor]]] = {}
+        for rank, rows in enumerate(handles):
+            for index, row in enumerate(rows):
+                terms.setdefault((row.source, row.token), {})[row.k] = (rank, y_of_rank[rank][index].float())
+        outs = []
+        for source, batch in enumerate(batches):
+            out_TD = torch.zeros(batch.x_TD.shape, dtype=torch.float32)
+            for token, weights_K in enumerate(batch.weights_TK):
+                sums: dict[int, Tensor] = {}
+                for k, (rank, y_D) in sorted(terms.get((source, token), {}).items()):
+                    place = rank if self.combine_mode == "fast" else 0
+                    sums[place] = sums.get(place, torch.zeros_like(y_D)) + weights_K[k] * y_D
+                for sum_D in sums.values():
+                    out_TD[token] += sum_D.to(batch.x_TD.dtype).float() if self.combine_mode == "fast" else sum_D
+            outs.append(out_TD.to(batch.x_TD.dtype))
+        return outs

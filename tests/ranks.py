@@ -9,6 +9,9 @@ traceback; a rank that hangs writes where it stands and dies. No rank outlives t
 watches for its end.
 """
 
+# torch.distributed lists its stores nowhere.
+# pyright: reportPrivateImportUsage=false
+
 from __future__ import annotations
 
 import faulthandler
@@ -40,8 +43,13 @@ class RanksFailed(AssertionError):
     """A rank raised, died or hung; the text holds every traceback, the first fault first."""
 
 
-def run_ranks(body: Callable[..., Any], num_ranks: int, *args: Any, timeout_s: float = 60.0) -> list[Any]:
-    """body(rank, num_ranks, *args) in `num_ranks` processes; results by rank. `body` and `args` can be pickled."""
+def run_ranks(
+    body: Callable[..., Any], num_ranks: int, *args: Any, timeout_s: float = 60.0, joined: bool = True
+) -> list[Any]:
+    """body(rank, num_ranks, *args) in `num_ranks` processes; results by rank. `body` and `args` can be pickled.
+
+    joined=False leaves it to the body to bring torch.distributed up, and to end it.
+    """
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         readers: list[Connection] = []
         processes = []
@@ -49,7 +57,7 @@ def run_ranks(body: Callable[..., Any], num_ranks: int, *args: Any, timeout_s: f
             for rank in range(num_ranks):
                 reader, writer = _SERVER.Pipe(duplex=False)
                 process = _SERVER.Process(
-                    target=_run_rank, args=(folder, writer, timeout_s, body, rank, num_ranks, args), daemon=True
+                    target=_run_rank, args=(folder, writer, timeout_s, joined, body, rank, num_ranks, args), daemon=True
                 )
                 process.start()
                 writer.close()
@@ -67,6 +75,7 @@ def _run_rank(
     folder: str,
     writer: Connection,
     timeout_s: float,
+    joined: bool,
     body: Callable[..., Any],
     rank: int,
     num_ranks: int,
@@ -79,15 +88,14 @@ def _run_rank(
         try:
             torch.set_num_threads(1)
             os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-            store = dist.FileStore(f"{folder}/store", num_ranks)
-            dist.init_process_group(
-                "gloo", store=store, rank=rank, world_size=num_ranks, timeout=timedelta(seconds=timeout_s)
-            )
+            if joined:
+                store, timeout = dist.FileStore(f"{folder}/store", num_ranks), timedelta(seconds=timeout_s)
+                dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=timeout)
             result = body(rank, num_ranks, *args)
-            # A rank that leaves while another still talks to it would break the connection.
-            dist.barrier()
-            dist.destroy_process_group()
-            message = (True, pickle.dumps(result))
+            if joined:
+                dist.barrier()  # a rank that left while another still talks to it would break the connection
+                dist.destroy_process_group()
+            message: tuple[bool, Any] = (True, pickle.dumps(result))
         except BaseException:
             message = (False, traceback.format_exc())
         writer.send(message)
@@ -112,6 +120,7 @@ def _collect(readers: list[Connection], processes: list[Any], folder: Path, time
         if not ready:
             break
         for rank in [rank for rank, reader in waiting.items() if reader in ready]:
+            content: Any
             try:
                 fine, content = waiting.pop(rank).recv()
             except EOFError:

@@ -1,0 +1,261 @@
+"""Move token rows to the ranks that own their experts, and back, with `all_to_all_single` and exact sizes.
+
+Knows ranks, rows and slots; knows nothing of what an expert computes. Not graph-safe: sizes come to the host.
+
+    dispatch   each rank tells all others how many records it has for every rank     one small all_gather, one host sync
+               a token's record goes once to each rank that holds any of its experts one all_to_all
+               the rank there packs the (record, k) pairs into its slots
+    combine    exact: the row of every pair goes home, is weighted and summed there  one all_to_all
+               fast:  the pairs of a record are summed first, the sum goes home      one all_to_all
+
+All sizes come from the one matrix of counts that every rank holds after the first step, so sender and receiver cannot
+disagree, and what follows from it (does it fit, is there another round) is decided alike everywhere.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from expert_parallel.dispatcher import Dispatcher
+from expert_parallel.group import ExpertGroup
+from expert_parallel.record import RecordLayout
+from expert_parallel.replicas import ReplicaTable
+from expert_parallel.rounds import Combine, RoundInput, Traffic, check_row_cap
+from kernels.combine import combine, combine_norm
+from kernels.pack import Packed, pack
+from kernels.rmsnorm import Norm
+
+
+class AllToAllHandle(NamedTuple):
+    """What a round needs to bring its rows home. `out` is what this rank sent, `in` what it received, by rank."""
+
+    packed_row_XK: Tensor  # the experts' row of each pair received
+    weights_XK: Tensor | None  # fast: their weights
+    home_row_TK: Tensor  # the row, among those that come home, of each pair (exact) or of a token's rank (fast)
+    weights_TK: Tensor
+    rows_out: list[int]
+    rows_in: list[int]
+
+
+class AllToAllDispatcher(Dispatcher):
+    """Dispatcher over a group of ranks. `replicas` says where experts live; `slots_per_rank` never changes.
+
+    row_cap bounds the rows of every buffer of a round, pairs of (token, expert) included, on every rank: those it
+    receives for its experts, and those that come home to it. Together with top_k it has a least value.
+    """
+
+    graph_safe: bool = False
+    row_cap: int | None = None
+    rows_once: Literal["per_rank", "per_expert"] = "per_rank"
+
+    def __init__(
+        self,
+        group: ExpertGroup,
+        replicas: ReplicaTable,
+        slots_per_rank: tuple[int, ...],
+        *,
+        top_k: int,
+        combine: Combine = "exact",
+        row_cap: int | None = None,
+        device: torch.device | str,
+    ) -> None:
+        assert len(slots_per_rank) == group.size, f"{len(slots_per_rank)} ranks have slots, the group has {group.size}"
+        check_row_cap(row_cap, group.size, top_k)
+        self.group = group
+        self.replicas = replicas
+        self.num_slots = slots_per_rank[group.rank]
+        self.top_k = top_k
+        self.combine_mode: Combine = combine
+        self.row_cap = row_cap
+        self.traffic = Traffic()
+        self._ranks_N = torch.arange(group.size, dtype=torch.int32, device=device)
+        self._slots_S = torch.arange(max(self.num_slots, 1), dtype=torch.int32, device=device)
+
+    def buffer_bytes(self, num_tokens: int, width: int, dtype: torch.dtype) -> int:
+        """The most that the buffers of a round can hold, where each rank brings up to `num_tokens` rows."""
+        rows = self.group.size * num_tokens * self.top_k
+        rows = rows if self.row_cap is None else min(rows, self.row_cap)
+        record = self._layout(width, dtype).num_bytes
+        return rows * (2 * record + 2 * width * dtype.itemsize)  # records sent and received, rows returned and at home
+
+    def dispatch(self, x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor) -> RoundInput:
+        """Takes the leading rows that fit. Every rank of the group dispatches, also one without rows."""
+        assert expert_ids_TK.shape[1] == self.top_k, f"{expert_ids_TK.shape[1]} experts a token, made for {self.top_k}"
+        plan = self._agree(expert_ids_TK)
+        layout = self._layout(x_TD.shape[1], x_TD.dtype)
+        records = self._records(layout, plan, x_TD, weights_TK)
+        received = layout.empty(sum(plan.records_in), x_TD.device)
+        self.group.all_to_all(received, records, plan.records_in, plan.records_out)
+        self._count_dispatch(plan, layout)
+
+        packed = pack(layout.slots_XK(received).contiguous(), self._slots_S, len(self._slots_S))
+        num_pairs = sum(plan.pairs_in)
+        exact = self.combine_mode == "exact"
+        handle = AllToAllHandle(
+            packed_row_XK=packed.packed_row_TK,
+            weights_XK=None if exact else layout.weights_XK(received).contiguous(),
+            home_row_TK=(plan.pairs if exact else plan.firsts).packed_row_TK,
+            weights_TK=weights_TK[: plan.num_taken],
+            rows_out=plan.pairs_out if exact else plan.records_out,
+            rows_in=plan.pairs_in if exact else plan.records_in,
+        )
+        return RoundInput(
+            rows_XD=layout.rows_XD(received),
+            row_index_R=packed.row_token_R[:num_pairs],
+            offsets_S1=packed.offsets_S1[: self.num_slots + 1],
+            num_rows=num_pairs,
+            handle=handle,
+            num_taken=plan.num_taken,
+            more=plan.more,
+        )
+
+    def combine(self, y_RD: Tensor, handle: AllToAllHandle) -> Tensor:
+        """The complete sum of every row taken, in the dtype of y. Every rank of the group combines."""
+        return combine(*self._bring_home(y_RD, handle))
+
+    def combine_norm(
+        self, y_RD: Tensor, handle: AllToAllHandle, residual_TD: Tensor, norm: Norm, shared_TD: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """As `combine`; residual and shared rows are those of the rows taken."""
+        return combine_norm(*self._bring_home(y_RD, handle), residual_TD, *norm, shared_TD)
+
+    def _bring_home(self, y_RD: Tensor, handle: AllToAllHandle) -> tuple[Tensor, Tensor, Tensor]:
+        """What is summed here: rows, where each token's terms lie among them, and what they weigh."""
+        if handle.weights_XK is None:
+            back_RD = y_RD[_pairs_in_order(handle.packed_row_XK, y_RD.shape[0])]
+            weights_TK = handle.weights_TK
+        else:
+            back_RD = combine(y_RD, handle.packed_row_XK, handle.weights_XK)
+            weights_TK = torch.ones_like(handle.weights_TK)
+        home_RD = y_RD.new_empty(sum(handle.rows_out), y_RD.shape[1])
+        self.group.all_to_all(home_RD, back_RD, handle.rows_out, handle.rows_in)
+        num_sent = back_RD.shape[0] - handle.rows_in[self.group.rank]
+        self.traffic.combine_bytes += num_sent * y_RD.shape[1] * y_RD.element_size()
+        return home_RD, handle.home_row_TK, weights_TK
+
+    def _layout(self, width: int, dtype: torch.dtype) -> RecordLayout:
+        return RecordLayout(width, dtype, self.top_k, weights=self.combine_mode == "fast")
+
+    def _agree(self, expert_ids_TK: Tensor) -> _RoundPlan:
+        """The rows of this round on every rank: as many leading ones as fit, by a matrix that all ranks hold alike.
+
+        A rank proposes so many tokens that what comes home fits. Where some rank would receive too much, all take the
+        same smaller share; one token of each rank always fits (`check_row_cap`).
+        """
+        num_tokens, num_ranks = expert_ids_TK.shape[0], self.group.size
+        most = num_tokens if self.row_cap is None else self.row_cap // self.top_k
+        while True:
+            num_taken = min(num_tokens, most)
+            targets = self.replicas.choose(expert_ids_TK[:num_taken], self.group.rank)
+            pairs = pack(targets.ranks_TK, self._ranks_N, num_ranks)
+            firsts = pack(_first_of_each_rank(targets.ranks_TK), self._ranks_N, num_ranks)
+            counts = self._exchange_counts(pairs, firsts, num_taken, num_tokens - num_taken)
+            fullest = max(sum(of_rank.pairs[rank] for of_rank in counts) for rank in range(num_ranks))
+            if self.row_cap is None or fullest <= self.row_cap:
+                break
+            most_taken = max(of_rank.num_taken for of_rank in counts)
+            most = max(1, min(most_taken * self.row_cap // fullest, most_taken - 1))
+        own = counts[self.group.rank]
+        return _RoundPlan(
+            num_taken=num_taken,
+            more=any(of_rank.num_left for of_rank in counts),
+            ranks_TK=targets.ranks_TK,
+            slots_TK=targets.slots_TK,
+            pairs=pairs,
+            firsts=firsts,
+            records_out=own.records,
+            records_in=[of_rank.records[self.group.rank] for of_rank in counts],
+            pairs_out=own.pairs,
+            pairs_in=[of_rank.pairs[self.group.rank] for of_rank in counts],
+        )
+
+    def _exchange_counts(self, pairs: Packed, firsts: Packed, num_taken: int, num_left: int) -> list[_Counts]:
+        """What every rank has for every other, after one all_gather and the one host sync of a round."""
+        num_ranks = self.group.size
+        device = pairs.offsets_S1.device
+        own = torch.cat(
+            [
+                pairs.offsets_S1.diff(),
+                firsts.offsets_S1.diff(),
+                (firsts.packed_row_TK >= 0).sum(dtype=torch.int32)[None],
+                torch.tensor([num_taken, num_left], dtype=torch.int32, device=device),
+            ]
+        )
+        everyone = torch.empty(num_ranks * own.shape[0], dtype=torch.int32, device=device)
+        self.group.all_gather(everyone, own)
+        self.traffic.count_bytes += (num_ranks - 1) * own.shape[0] * own.element_size()
+        counts = []
+        for rank, row in enumerate(everyone.view(num_ranks, -1).tolist()):
+            records, (num_records, taken, left) = row[num_ranks : 2 * num_ranks], row[2 * num_ranks :]
+            # Counted apart on the sender's device; seen by all ranks before any row travels.
+            if sum(records) != num_records:
+                raise RuntimeError(
+                    f"all_to_all: rank {rank} announces {sum(records)} records ({records} by rank) and holds "
+                    f"{num_records}; nothing was sent."
+                )
+            counts.append(_Counts(row[:num_ranks], records, taken, left))
+        return counts
+
+    def _records(self, layout: RecordLayout, plan: _RoundPlan, x_TD: Tensor, weights_TK: Tensor) -> Tensor:
+        """One record for each token and rank it goes to, by rank, then token."""
+        num_records = sum(plan.records_out)
+        records = layout.empty(num_records, x_TD.device)
+        token_X = plan.firsts.row_token_R[:num_records]
+        torch.index_select(x_TD, 0, token_X, out=layout.rows_XD(records))
+        record_X = torch.arange(num_records, dtype=torch.int32, device=x_TD.device)
+        rank_X = torch.searchsorted(plan.firsts.offsets_S1[1:], record_X, right=True)
+        here_XK = plan.ranks_TK[token_X] == rank_X[:, None]
+        layout.slots_XK(records).copy_(torch.where(here_XK, plan.slots_TK[token_X], -1))
+        if layout.weights:
+            torch.index_select(weights_TK, 0, token_X, out=layout.weights_XK(records))
+        return records
+
+    def _count_dispatch(self, plan: _RoundPlan, layout: RecordLayout) -> None:
+        num_sent = sum(plan.records_out) - plan.records_out[self.group.rank]
+        self.traffic.rounds += 1
+        self.traffic.records_sent += num_sent
+        self.traffic.dispatch_bytes += num_sent * layout.num_bytes
+
+
+class _Counts(NamedTuple):
+    """What one rank announces: pairs and records for each rank, its tokens in this round and those left after it."""
+
+    pairs: list[int]
+    records: list[int]
+    num_taken: int
+    num_left: int
+
+
+class _RoundPlan(NamedTuple):
+    """The round all ranks agreed on, as this rank sees it."""
+
+    num_taken: int
+    more: bool
+    ranks_TK: Tensor
+    slots_TK: Tensor
+    pairs: Packed  # every (token, k), by rank, then token, then k: the order in which exact rows come home
+    firsts: Packed  # the first k of each token and rank: one record each
+    records_out: list[int]
+    records_in: list[int]
+    pairs_out: list[int]
+    pairs_in: list[int]
+
+
+def _first_of_each_rank(ranks_TK: Tensor) -> Tensor:
+    """ranks_TK with -1 wherever an earlier k of the token goes to the same rank."""
+    top_k = ranks_TK.shape[1]
+    earlier_KK = torch.ones(top_k, top_k, dtype=torch.bool, device=ranks_TK.device).tril(-1)
+    same_TKK = ranks_TK[:, :, None] == ranks_TK[:, None, :]
+    return torch.where((same_TKK & earlier_KK).any(dim=2), -1, ranks_TK)
+
+
+def _pairs_in_order(packed_row_XK: Tensor, num_pairs: int) -> Tensor:
+    """The rows of the pairs that have one, in the order of X, then K. No host sync."""
+    row_R = packed_row_XK.flatten().long()
+    here_R = row_R >= 0
+    # Pairs without a row are all written behind the last one, where nobody reads.
+    place_R = torch.where(here_R, here_R.cumsum(0) - 1, num_pairs)
+    return row_R.new_empty(num_pairs + 1).scatter_(0, place_R, row_R)[:num_pairs]

@@ -1,0 +1,160 @@
+"""Bring torch.distributed up, and the ranks that share one set of experts. Knows processes, devices and timeouts.
+
+Values that torchrun puts into the environment come in as arguments. `ExpertGroup` is all that a dispatcher sees: a
+rank's number in its group (never its number in the job), the size, and the collectives.
+"""
+
+# torch.distributed lists its stores nowhere.
+# pyright: reportPrivateImportUsage=false
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+# torch 2.13 renamed two collectives and warns at the old names; 2.11 has only those.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+@dataclass(frozen=True)
+class RankValues:
+    """What torchrun tells a process about itself, one field for each variable of its environment."""
+
+    rank: int  # RANK
+    world_size: int  # WORLD_SIZE
+    local_rank: int  # LOCAL_RANK
+    local_world_size: int  # LOCAL_WORLD_SIZE
+    master_addr: str  # MASTER_ADDR
+    master_port: int  # MASTER_PORT
+    agent_has_store: bool  # TORCHELASTIC_USE_AGENT_STORE: torchrun itself serves the store at that port
+    attempt: int = 0  # TORCHELASTIC_RESTART_COUNT: keys of an earlier attempt must not be found
+
+
+@dataclass(frozen=True)
+class ExpertGroup:
+    """Ranks that together hold one set of experts. Each is known by its rank in this group, 0 to size - 1.
+
+    Tensors are contiguous; every rank of the group makes the same calls in the same order.
+    """
+
+    rank: int
+    size: int
+    process_group: dist.ProcessGroup
+
+    def all_to_all(self, out_XD: Tensor, x_XD: Tensor, out_rows: Sequence[int], rows: Sequence[int]) -> None:
+        """The first rows[0] rows of x go to rank 0, the next rows[1] to rank 1, ...; out_rows[r] come from rank r."""
+        dist.all_to_all_single(out_XD, x_XD, list(out_rows), list(rows), group=self.process_group)
+
+    def all_gather(self, out_XD: Tensor, x_XD: Tensor) -> None:
+        """The rows of all ranks, in rank order. Every rank gives equally many."""
+        _all_gather(out_XD, x_XD, group=self.process_group)
+
+    def reduce_scatter(self, out_XD: Tensor, x_XD: Tensor) -> None:
+        """Rank r gets the sum over all ranks of the r-th part of x."""
+        _reduce_scatter(out_XD, x_XD, group=self.process_group)
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """All ranks of a job, brought up."""
+
+    values: RankValues
+    device: torch.device
+    store: dist.Store
+    timeout: timedelta
+    everyone: ExpertGroup
+
+    def close(self) -> None:
+        """Leaves the job. Other ranks may still be in a collective with this one: end a run with one that all make."""
+        dist.destroy_process_group()
+
+
+def split(everyone: ExpertGroup, size: int, timeout: timedelta) -> ExpertGroup:
+    """The group of `size` neighbouring ranks of a whole job that this rank belongs to. All ranks call it together."""
+    if not 1 <= size <= everyone.size or everyone.size % size:
+        choices = [n for n in range(1, everyone.size + 1) if everyone.size % n == 0]
+        raise ValueError(
+            f"{everyone.size} ranks do not divide into groups of {size}; give one of {choices} ranks to a group."
+        )
+    # Every rank takes part in making every group, in the same order.
+    groups = [
+        dist.new_group(list(range(first, first + size)), timeout=timeout) for first in range(0, everyone.size, size)
+    ]
+    own, rank = divmod(everyone.rank, size)
+    process_group = groups[own]
+    assert isinstance(process_group, dist.ProcessGroup), f"new_group gave {process_group} to one of its members"
+    return ExpertGroup(rank, size, process_group)
+
+
+def rank_device(values: RankValues, kind: str, num_gpus: int) -> torch.device:
+    """The device of a process: `cpu`, or the GPU with the number of the process on its node."""
+    if kind == "cpu":
+        return torch.device("cpu")
+    if values.local_world_size > num_gpus:
+        raise ValueError(
+            f"torchrun starts {values.local_world_size} processes on this node and {num_gpus} GPUs are visible; each "
+            f"process needs its own: give --nproc-per-node={num_gpus}, make more GPUs visible, or engine.device=cpu."
+        )
+    return torch.device("cuda", values.local_rank)
+
+
+def backend_of(device: torch.device) -> str:
+    """gloo for CPU tensors; on a GPU NCCL beside it, since what ranks agree on in each step lies in host memory."""
+    return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+
+
+def bring_up(values: RankValues, device: torch.device, timeout_s: float, say: Callable[[str], None] = print) -> Ranks:
+    """Joins the job's ranks. Returns when all are there; RuntimeError with the address where they are not in time.
+
+    `timeout_s` bounds the wait for the others, and later each collective. Rank 0 says backend, ranks and timeout.
+    """
+    timeout = timedelta(seconds=timeout_s)
+    store = _store(values, timeout)
+    backend = backend_of(device)
+    if values.rank == 0:
+        say(
+            f"{values.world_size} ranks at {values.master_addr}:{values.master_port}, {backend} on {device.type}; "
+            f"start and collectives time out after {timeout_s:g} s (parallel.timeout_s)"
+        )
+    dist.init_process_group(
+        backend,
+        store=store,
+        rank=values.rank,
+        world_size=values.world_size,
+        timeout=timeout,
+        device_id=device if device.type == "cuda" else None,  # NCCL allocates now, before memory is planned
+    )
+    world = dist.group.WORLD
+    assert world is not None, "init_process_group makes the group of all ranks"
+    return Ranks(values, device, store, timeout, ExpertGroup(values.rank, values.world_size, world))
+
+
+def _store(values: RankValues, timeout: timedelta) -> dist.Store:
+    """The store at the master's port: torchrun's own where it serves one, else rank 0's."""
+    serves = values.rank == 0 and not values.agent_has_store
+    address = f"{values.master_addr}:{values.master_port}"
+    try:
+        store = dist.TCPStore(
+            values.master_addr,
+            values.master_port,
+            world_size=None if values.agent_has_store else values.world_size,
+            is_master=serves,
+            timeout=timeout,
+        )
+    except (RuntimeError, ValueError) as error:
+        if serves:
+            raise ValueError(
+                f"rank 0 cannot listen at {address}: {error}. If another job uses the port, give torchrun another "
+                f"--master-port (or --rdzv-endpoint=HOST:PORT)."
+            ) from error
+        raise RuntimeError(
+            f"rank {values.rank} of {values.world_size} found nobody at {address} within "
+            f"{timeout.total_seconds():g} s: is rank 0 running there, and is the port open?"
+        ) from error
+    return dist.PrefixStore(f"ranks/attempt-{values.attempt}", store)

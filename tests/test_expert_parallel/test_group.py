@@ -1,0 +1,164 @@
+"""Bringing ranks up: who sits where, what is printed, what is refused, and torchrun's own store."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+
+from expert_parallel.group import RankValues, backend_of, bring_up, rank_device, split
+from tests.expert_ranks import world
+from tests.ranks import run_ranks
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def values(rank: int = 0, num_ranks: int = 1, port: int = 29500, **changes) -> RankValues:
+    return RankValues(
+        **{
+            "rank": rank,
+            "world_size": num_ranks,
+            "local_rank": rank,
+            "local_world_size": num_ranks,
+            "master_addr": "127.0.0.1",
+            "master_port": port,
+            "agent_has_store": False,
+            **changes,
+        }
+    )
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+def join_and_sum(rank: int, num_ranks: int, port: int) -> tuple[list[str], list[float], int]:
+    said: list[str] = []
+    ranks = bring_up(values(rank, num_ranks, port), torch.device("cpu"), 30.0, said.append)
+    gathered = torch.empty(num_ranks)
+    ranks.everyone.all_gather(gathered, torch.tensor([rank + 0.5]))
+    # The store counts for all ranks: a queue's lines are claimed by it.
+    claimed = ranks.store.add("lines", 1)
+    ranks.everyone.all_gather(torch.empty(num_ranks), torch.zeros(1))
+    ranks.close()
+    return said, gathered.tolist(), claimed
+
+
+def test_ranks_find_each_other_and_the_first_says_so() -> None:
+    port = free_port()
+    results = run_ranks(join_and_sum, 2, port, joined=False)
+    assert results[0][0] == [
+        f"2 ranks at 127.0.0.1:{port}, gloo on cpu; start and collectives time out after 30 s (parallel.timeout_s)"
+    ]
+    assert results[1][0] == []
+    assert [gathered for _, gathered, _ in results] == [[0.5, 1.5]] * 2
+    assert sorted(claimed for _, _, claimed in results) == [1, 2]
+
+
+def find_nobody(rank: int, num_ranks: int, port: int) -> tuple[str, float]:
+    """The second of two ranks; the first never starts."""
+    start = time.monotonic()
+    try:
+        bring_up(values(1, 2, port), torch.device("cpu"), 1.0)
+    except RuntimeError as error:
+        return str(error), time.monotonic() - start
+    return "found somebody", 0.0
+
+
+def test_a_rank_that_finds_nobody_names_the_address_in_time() -> None:
+    port = free_port()
+    ((text, seconds),) = run_ranks(find_nobody, 1, port, joined=False)
+    assert (
+        text
+        == f"rank 1 of 2 found nobody at 127.0.0.1:{port} within 1 s: is rank 0 running there, and is the port open?"
+    )
+    assert seconds < 20
+
+
+def test_C44_a_port_in_use_is_named_with_the_way_out() -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        port = listener.getsockname()[1]
+        with pytest.raises(ValueError, match=rf"rank 0 cannot listen at 127.0.0.1:{port}: .*another --master-port"):
+            bring_up(values(0, 2, port), torch.device("cpu"), 1.0)
+
+
+def test_C44_more_processes_than_gpus() -> None:
+    assert rank_device(values(3, 4), "cpu", 0) == torch.device("cpu")
+    assert rank_device(values(5, 8, local_rank=1, local_world_size=4), "cuda", 4) == torch.device("cuda", 1)
+    with pytest.raises(
+        ValueError, match=r"torchrun starts 2 processes on this node and 1 GPUs are visible.*-per-node=1"
+    ):
+        rank_device(values(1, 2), "cuda", 1)
+
+
+def test_the_backend_follows_the_device() -> None:
+    """NCCL never sees a CPU tensor, nor gloo one of a GPU."""
+    assert backend_of(torch.device("cpu")) == "gloo"
+    assert backend_of(torch.device("cuda", 3)) == "cpu:gloo,cuda:nccl"
+
+
+def split_in(rank: int, num_ranks: int, size: int) -> tuple[int, int, list[float]]:
+    group = split(world(rank, num_ranks), size, timedelta(seconds=30))
+    members = torch.empty(size)
+    group.all_gather(members, torch.tensor([float(rank)]))
+    return group.rank, group.size, members.tolist()
+
+
+def test_C28_groups_are_neighbours_and_ranks_are_numbered_inside_them() -> None:
+    assert run_ranks(split_in, 4, 2) == [(0, 2, [0, 1]), (1, 2, [0, 1]), (0, 2, [2, 3]), (1, 2, [2, 3])]
+
+
+def split_unevenly(rank: int, num_ranks: int) -> str:
+    try:
+        split(world(rank, num_ranks), 2, timedelta(seconds=30))
+    except ValueError as error:
+        return str(error)
+    return "split"
+
+
+def test_groups_that_do_not_divide_are_refused_with_the_choices() -> None:
+    assert (
+        run_ranks(split_unevenly, 3)
+        == ["3 ranks do not divide into groups of 2; give one of [1, 3] ranks to a group."] * 3
+    )
+
+
+TORCHRUN_SCRIPT = """
+import os, torch
+from expert_parallel.group import RankValues, bring_up
+e = os.environ
+values = RankValues(int(e["RANK"]), int(e["WORLD_SIZE"]), int(e["LOCAL_RANK"]), int(e["LOCAL_WORLD_SIZE"]),
+                    e["MASTER_ADDR"], int(e["MASTER_PORT"]), e.get("TORCHELASTIC_USE_AGENT_STORE") == "True")
+ranks = bring_up(values, torch.device("cpu"), 60.0)
+numbers = torch.empty(2, dtype=torch.int64)
+ranks.everyone.all_gather(numbers, torch.tensor([values.rank]))
+print(f"rank {values.rank} agent {values.agent_has_store} sees {numbers.tolist()}", flush=True)
+ranks.close()
+"""
+
+
+def test_under_torchrun_the_store_is_the_agents(tmp_path: Path) -> None:
+    """Rank 0 must not listen at a port where torchrun does."""
+    script = tmp_path / "script.py"
+    script.write_text(TORCHRUN_SCRIPT)
+    run = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert run.returncode == 0, run.stderr
+    assert "rank 0 agent True sees [0, 1]" in run.stdout and "rank 1 agent True sees [0, 1]" in run.stdout
+    assert run.stdout.count("time out after 60 s") == 1
