@@ -72,6 +72,10 @@ class SlotShape:
     def ranks_per_node(self) -> int:
         return self.num_ranks // self.num_nodes
 
+    @property
+    def group_size(self) -> int:
+        return self.num_experts // self.num_groups
+
     def slots_of_node(self, node: int) -> tuple[int, ...]:
         """Slots of each rank of a node."""
         return self.slots_per_rank[node * self.ranks_per_node : (node + 1) * self.ranks_per_node]
@@ -114,7 +118,7 @@ def rebalance(loads_LE: npt.ArrayLike, shape: SlotShape, *, policy: Policy | Non
 
 def _experts_of_nodes(load_E: list[float], shape: SlotShape) -> list[tuple[list[int], tuple[int, ...]]]:
     """For each node: the experts of its groups, and the slots of its ranks."""
-    size = shape.num_experts // shape.num_groups
+    size = shape.group_size
     load_of_group = [sum(load_E[group * size : (group + 1) * size]) for group in range(shape.num_groups)]
     groups = list(range(shape.num_groups))
     nodes = _pack(load_of_group, groups, [shape.num_groups // shape.num_nodes] * shape.num_nodes)

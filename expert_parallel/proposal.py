@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from expert_parallel.adjust import adjust
-from expert_parallel.balancer import Policy, SlotShape, rank_loads, rebalance
+from expert_parallel.balancer import Policy, SlotShape, rank_loads, rebalance, slot_arrays
 from expert_parallel.moves import keep_slots, moves
 from expert_parallel.placement import Placement
 
@@ -101,10 +101,10 @@ def propose(
     Gains and costs add up over layers, so the best choice of each layer is the best of all.
     """
     placements, gains = [], []
-    for load_E, now, others in _candidates(loads_LE, current, shape, policy):
-        weighed = [layer_gain(load_E, now, each, rates, num_nodes=shape.num_nodes) for each in (now, *others)]
+    for load_E, candidates in _candidates(loads_LE, current, shape, policy):
+        weighed = [layer_gain(load_E, candidates[0], each, rates, num_nodes=shape.num_nodes) for each in candidates]
         best = max(range(len(weighed)), key=lambda index: weighed[index].net_s)  # the first of equals: stay
-        placements.append((now, *others)[best])
+        placements.append(candidates[best])
         gains.append(weighed[best])
     return Proposal(tuple(placements), tuple(gains))
 
@@ -114,7 +114,7 @@ def next_placements(
 ) -> tuple[Placement, ...]:
     """Even placements whatever the moves cost: adjusted where that comes within TOLERANCE of a new one, else anew."""
     chosen = []
-    for load_E, _, (adjusted, anew) in _candidates(loads_LE, current, shape, policy):
+    for load_E, (*_, adjusted, anew) in _candidates(loads_LE, current, shape, policy):
         heaviest = rank_loads([load_E, load_E], [adjusted, anew]).max(axis=1)
         chosen.append(adjusted if heaviest[0] <= heaviest[1] * (1 + TOLERANCE) else anew)
     return tuple(chosen)
@@ -122,13 +122,30 @@ def next_placements(
 
 def _candidates(
     loads_LE: npt.ArrayLike, current: Sequence[Placement], shape: SlotShape, policy: Policy | None
-) -> Iterator[tuple[np.ndarray, Placement, tuple[Placement, Placement]]]:
-    """For each layer its loads, the current placement, and (it adjusted, one made anew with ranks named after it)."""
+) -> Iterator[tuple[np.ndarray, tuple[Placement, ...]]]:
+    """For each layer its loads, and: the current placement, it adjusted, one made anew with ranks named after it.
+
+    A placement that splits the router's groups over nodes cannot be adjusted to the hierarchical policy, only made
+    anew. A layer without rows stays.
+    """
     loads_LE = np.asarray(loads_LE, dtype=np.float64)
     policy = policy or shape.policy
     # Under the global policy experts may cross nodes.
     num_nodes = shape.num_nodes if policy == "hierarchical" else 1
     for load_E, now, anew in zip(loads_LE, current, rebalance(loads_LE, shape, policy=policy), strict=True):
-        limit = rank_loads([load_E], [anew]).max() * (1 + TOLERANCE)
-        adjusted = adjust(now, load_E, limit, num_nodes=num_nodes)
-        yield load_E, now, (adjusted, keep_slots(now, anew, num_nodes=num_nodes))
+        if not load_E.any():
+            yield load_E, (now, now, now)
+            continue
+        renamed = keep_slots(now, anew, num_nodes=num_nodes)
+        adjusted = renamed
+        if num_nodes == 1 or not splits_groups(now, shape):
+            limit = rank_loads([load_E], [anew]).max() * (1 + TOLERANCE)
+            adjusted = adjust(now, load_E, limit, num_nodes=num_nodes)
+        yield load_E, (now, adjusted, renamed)
+
+
+def splits_groups(placement: Placement, shape: SlotShape) -> bool:
+    """Whether experts of one of the router's groups lie on several nodes."""
+    experts_P, ranks_P = slot_arrays(placement)
+    pairs = {*zip((experts_P // shape.group_size).tolist(), (ranks_P // shape.ranks_per_node).tolist(), strict=True)}
+    return len(pairs) > shape.num_groups

@@ -134,6 +134,8 @@ def read_words(words: Sequence[str]) -> dict[str, str]:
         if name in own:
             raise ValueError(f"{name} is given twice, as {own[name]} and {text}; leave one out.")
         own[name] = text
+    if "load" in own and "top_k" not in own:
+        raise ValueError(f"load={own['load']} does not say how many experts a token has; give top_k beside it.")
     if "load" in own and (extra := [name for name in ZIPF_KEYS if name in own]):
         raise ValueError(f"{extra[0]}={own[extra[0]]} shapes a drawn trace; leave it out beside load={own['load']}.")
     return own

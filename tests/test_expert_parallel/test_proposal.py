@@ -10,7 +10,7 @@ import pytest
 from expert_parallel.balancer import SlotShape, rank_loads, rebalance
 from expert_parallel.moves import moves
 from expert_parallel.placement import Placement
-from expert_parallel.proposal import TOLERANCE, MoveRates, layer_gain, next_placements, propose
+from expert_parallel.proposal import TOLERANCE, MoveRates, layer_gain, next_placements, propose, splits_groups
 
 RATES = MoveRates(expert_bytes=1000, bytes_per_s=1e6, seconds_per_row=1e-5, steps=100)
 
@@ -78,7 +78,7 @@ def test_a_proposal_is_worth_more_than_starting_anew_and_no_less_than_staying() 
 
 
 def test_even_placements_whatever_they_cost() -> None:
-    """As even as new ones, with fewer moves; and anew where small changes cannot get there (experts on wrong nodes)."""
+    """As even as new ones, with fewer moves."""
     rng = np.random.default_rng(3)
     shape = SlotShape.even(32, 4, 8)
     before_LE = rng.gamma(0.8, 100.0, (5, 32))
@@ -90,8 +90,28 @@ def test_even_placements_whatever_they_cost() -> None:
     few, many = (sum(len(moves(*pair)) for pair in zip(current, each, strict=True)) for each in (chosen, anew))
     assert few < many / 3
 
+
+def test_groups_on_wrong_nodes_are_placed_anew() -> None:
+    """Small changes stay on a node: they cannot even out nodes that carry 36 and 4."""
     nodes = SlotShape(8, (2, 2, 2, 2), num_nodes=2, num_groups=4)
     wrong = (Placement.contiguous(8, 4),)
     load_1E = [[9, 9, 9, 9, 1, 1, 1, 1]]
     (moved,) = next_placements(load_1E, wrong, nodes)
     assert rank_loads(load_1E, [moved]).tolist() == [[10, 10, 10, 10]]
+
+
+def test_groups_that_are_split_over_nodes_come_together() -> None:
+    """Experts in order with replicas behind them split the second group; the hierarchical policy wants it whole."""
+    shape = SlotShape.even(8, 4, 4, num_nodes=2, num_groups=4)
+    in_order = Placement.contiguous(8, 4, redundant=4)
+    assert splits_groups(in_order, shape)
+    load_1E = [[4, 4, 4, 4, 4, 4, 4, 4]]
+    (whole,) = next_placements(load_1E, (in_order,), shape)
+    assert not splits_groups(whole, shape)
+    # Once they are, small changes keep them so.
+    (adjusted,) = next_placements([[4, 5, 4, 4, 6, 4, 4, 4]], (whole,), shape)
+    assert not splits_groups(adjusted, shape)
+    # The global policy does not ask for it, and a layer without rows is left alone.
+    (anywhere,) = next_placements(load_1E, (in_order,), shape, policy="global")
+    assert splits_groups(anywhere, shape) and len(moves(in_order, anywhere)) < len(moves(in_order, whole))
+    assert next_placements([[0] * 8], (in_order,), shape) == (in_order,)

@@ -82,8 +82,9 @@ def test_a_load_file_is_played(tmp_path: Path, capsys: pytest.CaptureFixture[str
         (["groups=7"], "num_groups=7 must divide num_experts=16"),
         (["looks=1"], "a trace of 1 looks cannot be played"),
         (["adjust=maybe"], "adjust=maybe must be true or false"),
-        (["load=none.json", "experts=4"], "experts=4 shapes a drawn trace"),
-        (["load=none.json"], "load file none.json cannot be read"),
+        (["load=none.json"], "does not say how many experts a token has; give top_k"),
+        (["load=none.json", "top_k=2", "experts=4"], "experts=4 shapes a drawn trace"),
+        (["load=none.json", "top_k=2"], "load file none.json cannot be read"),
         (["result=/nowhere/at/all.json"], "a folder that exists"),
     ],
 )
