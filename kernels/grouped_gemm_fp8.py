@@ -36,6 +36,7 @@ from kernels.dependent_launch import dependent_launch, wait_for_inputs
 from kernels.grouped_gemm import swiglu_reference
 from kernels.grouped_gemm_fp8_tma import ManyRowsTile, launch_many_rows
 from kernels.linear import multiply_blocks
+from kernels.pack_fp8 import pack_rows
 from kernels.quantize import FP8, GROUP, Quantized, QuantizedBlocks, dequantize_blocks, dequantize_rows, quantize_rows
 from kernels.row_tiles import most_row_tiles, slot_of_program, swiglu, tile_of_program, tiles_until_slot
 from kernels.tiles import device_generation
@@ -94,23 +95,25 @@ def quantize_for_slots(
     x_XD: Tensor, w: QuantizedBlocks, offsets_S1: Tensor, *, row_index_R: Tensor | None, num_rows: int
 ) -> tuple[Quantized, Tensor | None]:
     """x quantised for the first product with w, and that product's row index: many rows are packed on the way."""
+    x = quantize_rows(x_XD)
     if row_index_R is None or isinstance(fp8_tile(x_XD, w, num_rows), FewRowsTile):
-        return quantize_rows(x_XD), row_index_R
-    return quantize_rows(x_XD, row_index_R=row_index_R, offsets_S1=offsets_S1, num_rows=num_rows), None
+        return x, row_index_R
+    return pack_rows(x, row_index_R, offsets_S1), None
 
 
 def fp8_tile(x: Tensor, w: QuantizedBlocks, num_rows: int) -> Fp8Tile:
     """The tile of a product with w, from the mean number of rows of a slot."""
     num_slots, parts, _, _ = w.scales.shape
     width, rows = w.values.shape[-1], cdiv(num_rows, num_slots)
-    tma = device_generation(x) >= 9 and width % 16 == 0
-    if not tma:
+    if device_generation(x) < 9 or width % 16:
         return FewRowsTile(min(64, max(16, next_power_of_2(rows))), 64 // parts, 4, 3, tma=False)
-    if rows > 64:
-        return ManyRowsTile(64, 128 // parts, 4, 4)
-    if rows > 16:
-        return FewRowsTile(min(64, next_power_of_2(rows)), 128 // parts, 8, 4)
-    return FewRowsTile(16, 64 // parts, 4, 6)
+    if rows > 32:
+        return ManyRowsTile(64, 128 // parts, 4, 3)
+    if rows > 8:
+        return FewRowsTile(32, 128 // parts, 4, 4)
+    few, steps = num_rows <= 16, cdiv(width, GROUP)
+    deep = steps >= 64 or (few and steps >= 16)
+    return FewRowsTile(16, 64 if few else 128 // parts, 4, 6 if deep else 4)
 
 
 # y[r, n] = sum over k of x[index[r], k] * w[slot, n, k], stepwise as above, slot the one whose rows hold r

@@ -20,7 +20,6 @@ from torch import Tensor
 from kernels.checks import (
     assert_dtype,
     assert_last_contiguous,
-    assert_same_device,
     assert_shape,
     cdiv,
     uses_triton,
@@ -58,39 +57,22 @@ def supports_fp8(device: torch.device) -> bool:
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9)
 
 
-def quantize_rows(
-    x_XD: Tensor, *, row_index_R: Tensor | None = None, offsets_S1: Tensor | None = None, num_rows: int | None = None
-) -> Quantized:
+def quantize_rows(x_XD: Tensor) -> Quantized:
     """Each row of x by itself, 128 columns to a scale; the last group may be narrower.
 
-    With `row_index_R` int32 the rows are gathered: row r is x_XD[row_index_R[r]], `num_rows` of them, of which those
-    from offsets_S1[-1] on mean nothing: they are neither read nor written. `quantize_rows_reference` is the definition.
+    `quantize_rows_reference` is the definition.
     """
-    run = quantize_rows_triton if uses_triton(x_XD) else quantize_rows_reference
-    return run(x_XD, row_index_R=row_index_R, offsets_S1=offsets_S1, num_rows=num_rows)
+    return (quantize_rows_triton if uses_triton(x_XD) else quantize_rows_reference)(x_XD)
 
 
-# q[r, d] = e4m3(x[index[r], d] * (1 / s[g, r])), s[g, r] = max(TINIEST, max over d of group g of |x[index[r], d]|) / 448
-#   x_ptr [X, D], rows strided; index_ptr int32 [R] | None; last_ptr int32 [1] | None: rows from it on mean nothing;
-#   q_ptr e4m3 [R, D]; scale_ptr fp32 [G, R]. grid (cdiv(R, ROWS) * G,): a program owns one group of ROWS rows. fp32.
-#   Columns from D on are read as zero and not written.
-
-
-@triton.jit
-def fp8_group(x, TINIEST: tl.constexpr):
-    """(x / scale in fp32, not yet cast; scale): one scale for each row of the tile x, whose columns are one group."""
-    # tl.max passes over NaN, which stays in x; an infinity makes the scale infinite and itself a NaN.
-    largest = tl.max(tl.abs(x), axis=1)
-    largest = tl.where(largest > TINIEST, largest, TINIEST)
-    scale = tl.div_rn(largest, 448.0)
-    return x * tl.div_rn(1.0, scale)[:, None], scale
+# q[x, d] = e4m3(x[x, d] * (1 / s[g, x])), s[g, x] = max(TINIEST, max over d of group g of |x[x, d]|) / 448
+#   x_ptr [X, D], rows strided; q_ptr e4m3 [X, D]; scale_ptr fp32 [G, X]. grid (cdiv(X, ROWS) * G,): a program owns one
+#   group of ROWS rows. fp32. Columns from D on are read as zero and not written.
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _quantize_rows_kernel(
     x_ptr,
-    index_ptr,
-    last_ptr,
     q_ptr,
     scale_ptr,
     num_rows,
@@ -104,75 +86,58 @@ def _quantize_rows_kernel(
     num_groups = tl.cdiv(width, 128)
     group = tl.program_id(0) % num_groups
     row = (tl.program_id(0) // num_groups) * ROWS + tl.arange(0, ROWS)
-    in_r = row < (num_rows if last_ptr is None else tl.load(last_ptr))
-    x_row = row if index_ptr is None else tl.load(index_ptr + row, mask=in_r, other=0)
+    in_r = row < num_rows
     d = group * 128 + tl.arange(0, 128)[None, :]
     mask = in_r[:, None] & (d < width)
-    x = tl.load(x_ptr + x_row.to(tl.int64)[:, None] * stride_x + d, mask=mask, other=0.0).to(tl.float32)
-    q, scale = fp8_group(x, TINIEST)
-    tl.store(q_ptr + row.to(tl.int64)[:, None] * width + d, q.to(q_ptr.dtype.element_ty), mask=mask)
+    long_row = row.to(tl.int64)[:, None]
+    x = tl.load(x_ptr + long_row * stride_x + d, mask=mask, other=0.0).to(tl.float32)
+    # tl.max passes over NaN, which stays in x; an infinity makes the scale infinite and itself a NaN.
+    largest = tl.max(tl.abs(x), axis=1)
+    scale = tl.div_rn(tl.where(largest > TINIEST, largest, TINIEST), 448.0)
+    q = x * tl.div_rn(1.0, scale)[:, None]
+    tl.store(q_ptr + long_row * width + d, q.to(q_ptr.dtype.element_ty), mask=mask)
     tl.store(scale_ptr + group.to(tl.int64) * num_rows + row, scale, mask=in_r)
 
 
-def quantize_rows_triton(
-    x_XD: Tensor, *, row_index_R: Tensor | None = None, offsets_S1: Tensor | None = None, num_rows: int | None = None
-) -> Quantized:
+def quantize_rows_triton(x_XD: Tensor) -> Quantized:
     """`quantize_rows` as one launch. Needs a GPU with fp8: compute capability 8.9 or above."""
-    rows = _check_operands(x_XD, row_index_R, offsets_S1, num_rows)
-    width = x_XD.shape[1]
+    _check_rows(x_XD)
+    rows, width = x_XD.shape
     groups = cdiv(width, GROUP)
-    values_RD = torch.empty(rows, width, dtype=FP8, device=x_XD.device)
-    scales_GR = torch.empty(groups, rows, dtype=torch.float32, device=x_XD.device)
-    if values_RD.numel():
-        rows_per_program = 4 if rows <= 64 else 32
+    values_XD = torch.empty(rows, width, dtype=FP8, device=x_XD.device)
+    scales_GX = torch.empty(groups, rows, dtype=torch.float32, device=x_XD.device)
+    if values_XD.numel():
+        few = rows <= 64
+        rows_per_program = 4 if few else 32
         _quantize_rows_kernel[(cdiv(rows, rows_per_program) * groups,)](
             x_XD,
-            row_index_R,
-            None if offsets_S1 is None else offsets_S1[-1:],
-            values_RD,
-            scales_GR,
+            values_XD,
+            scales_GX,
             rows,
             width,
             x_XD.stride(0),
             ROWS=rows_per_program,
             TINIEST=TINIEST,
-            num_warps=1 if rows <= 64 else 4,
+            num_warps=1 if few else 4,
             **dependent_launch(x_XD),
         )
-    return Quantized(values_RD, scales_GR)
+    return Quantized(values_XD, scales_GX)
 
 
-def _check_operands(x_XD: Tensor, row_index_R: Tensor | None, offsets_S1: Tensor | None, num_rows: int | None) -> int:
-    """The number of rows of the result."""
+def _check_rows(x_XD: Tensor) -> None:
     assert_shape("x_XD", x_XD, (None, None))
     assert_last_contiguous("x_XD", x_XD)
     assert_dtype("x_XD", x_XD, torch.bfloat16, torch.float16, torch.float32)
-    assert_same_device(x_XD, row_index_R=row_index_R, offsets_S1=offsets_S1)
-    rows = x_XD.shape[0] if num_rows is None else num_rows
-    if row_index_R is None:
-        assert rows <= x_XD.shape[0], f"x_XD has {x_XD.shape[0]} rows, num_rows={rows}, and there is no row index"
-    else:
-        assert_shape("row_index_R", row_index_R, (rows,))
-        assert_dtype("row_index_R", row_index_R, torch.int32)
-    if offsets_S1 is not None:
-        assert_dtype("offsets_S1", offsets_S1, torch.int32)
-    return rows
 
 
-def quantize_rows_reference(
-    x_XD: Tensor, *, row_index_R: Tensor | None = None, offsets_S1: Tensor | None = None, num_rows: int | None = None
-) -> Quantized:
+def quantize_rows_reference(x_XD: Tensor) -> Quantized:
     """The definition, and the CPU's product path."""
-    rows = _check_operands(x_XD, row_index_R, offsets_S1, num_rows)
-    width, last = x_XD.shape[1], rows if offsets_S1 is None else int(offsets_S1[-1])
-    x_RD = x_XD[:last] if row_index_R is None else x_XD[row_index_R[:last].long()]
-    fill = cdiv(width, GROUP) * GROUP - width
-    x_RGJ = torch.nn.functional.pad(x_RD.float(), (0, fill)).unflatten(1, (-1, GROUP))
-    scales_RG = _scale_of(x_RGJ.abs().nan_to_num(nan=0.0, posinf=torch.inf).amax(-1))
-    values_RD = _to_fp8(x_RGJ, scales_RG[..., None]).flatten(1)[:, :width]
-    quantized = Quantized(values_RD.new_empty(rows, width), scales_RG.new_empty(scales_RG.shape[1], rows))
-    quantized.values[:last], quantized.scales[:, :last] = values_RD, scales_RG.T
-    return quantized
+    _check_rows(x_XD)
+    width = x_XD.shape[1]
+    x_XGJ = torch.nn.functional.pad(x_XD.float(), (0, -width % GROUP)).unflatten(1, (-1, GROUP))
+    scales_XG = _scale_of(x_XGJ.abs().nan_to_num(nan=0.0, posinf=torch.inf).amax(-1))
+    values_XD = _to_fp8(x_XGJ, scales_XG[..., None]).flatten(1)[:, :width]
+    return Quantized(values_XD.contiguous(), scales_XG.T.contiguous())
 
 
 def quantize_blocks(w_ND: Tensor) -> QuantizedBlocks:
