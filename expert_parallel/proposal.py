@@ -96,9 +96,10 @@ def propose(
     *,
     policy: Policy | None = None,
 ) -> Proposal:
-    """Layer by layer the best of three: stay, adjust what there is, start anew. Loads in rows per step.
+    """Layer by layer the best of staying, adjusting what there is, and, where that falls short, starting anew.
 
-    Gains and costs add up over layers, so the best choice of each layer is the best of all.
+    Loads in rows per step. Gains and costs add up over layers, so the best choice of each layer is the best of all; and
+    a few layers may be asked about at a time.
     """
     placements, gains = [], []
     for load_E, candidates in _candidates(loads_LE, current, shape, policy):
@@ -113,35 +114,29 @@ def next_placements(
     loads_LE: npt.ArrayLike, current: Sequence[Placement], shape: SlotShape, *, policy: Policy | None = None
 ) -> tuple[Placement, ...]:
     """Even placements whatever the moves cost: adjusted where that comes within TOLERANCE of a new one, else anew."""
-    chosen = []
-    for load_E, (*_, adjusted, anew) in _candidates(loads_LE, current, shape, policy):
-        heaviest = rank_loads([load_E, load_E], [adjusted, anew]).max(axis=1)
-        chosen.append(adjusted if heaviest[0] <= heaviest[1] * (1 + TOLERANCE) else anew)
-    return tuple(chosen)
+    return tuple(candidates[-1] for _, candidates in _candidates(loads_LE, current, shape, policy))
 
 
 def _candidates(
     loads_LE: npt.ArrayLike, current: Sequence[Placement], shape: SlotShape, policy: Policy | None
-) -> Iterator[tuple[np.ndarray, tuple[Placement, ...]]]:
+) -> Iterator[tuple[np.ndarray, list[Placement]]]:
     """For each layer its loads, and: the current placement, it adjusted, one made anew with ranks named after it.
 
-    A placement that splits the router's groups over nodes cannot be adjusted to the hierarchical policy, only made
-    anew. A layer without rows stays.
+    The last is left out where the one before it is as even. A placement that splits the router's groups over nodes
+    cannot be adjusted to the hierarchical policy, only made anew. A layer without rows stays.
     """
     loads_LE = np.asarray(loads_LE, dtype=np.float64)
     policy = policy or shape.policy
     # Under the global policy experts may cross nodes.
     num_nodes = shape.num_nodes if policy == "hierarchical" else 1
     for load_E, now, anew in zip(loads_LE, current, rebalance(loads_LE, shape, policy=policy), strict=True):
-        if not load_E.any():
-            yield load_E, (now, now, now)
-            continue
-        renamed = keep_slots(now, anew, num_nodes=num_nodes)
-        adjusted = renamed
-        if num_nodes == 1 or not splits_groups(now, shape):
-            limit = rank_loads([load_E], [anew]).max() * (1 + TOLERANCE)
-            adjusted = adjust(now, load_E, limit, num_nodes=num_nodes)
-        yield load_E, (now, adjusted, renamed)
+        candidates = [now]
+        limit = float(rank_loads(load_E[None], [anew]).max()) * (1 + TOLERANCE)
+        if load_E.any() and (num_nodes == 1 or not splits_groups(now, shape)):
+            candidates.append(adjust(now, load_E, limit, num_nodes=num_nodes))
+        if load_E.any() and (len(candidates) == 1 or rank_loads(load_E[None], candidates[-1:]).max() > limit):
+            candidates.append(keep_slots(now, anew, num_nodes=num_nodes))
+        yield load_E, candidates
 
 
 def splits_groups(placement: Placement, shape: SlotShape) -> bool:

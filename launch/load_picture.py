@@ -12,13 +12,8 @@ from pathlib import Path
 
 import numpy as np
 
-from launch.roofline_picture import check_matplotlib
+from launch.canvas import canvas
 from router.load_window import LoadRecord, read_load
-
-try:
-    from matplotlib.figure import Figure as Canvas  # pyright: ignore[reportMissingImports]
-except ImportError:
-    Canvas = None
 
 BRIGHTEST = 5.0  # times the mean; what lies above looks the same
 
@@ -31,15 +26,13 @@ def relative_load(record: LoadRecord) -> np.ndarray:
 
 def draw_load(record: LoadRecord, path: Path) -> None:
     """The picture; its ending chooses the format."""
-    check_matplotlib()
-    assert Canvas is not None, "check_matplotlib says so"
     if not record.sparse_layers:
         raise ValueError("the load file holds no rows: there is nothing to draw.")
     load_LE = relative_load(record)
-    canvas = Canvas(figsize=(12, 8), dpi=120, layout="constrained")
-    map_axes, time_axes = canvas.subplots(2, 1, height_ratios=(3, 1))
+    picture = canvas(12, 8)
+    map_axes, time_axes = picture.subplots(2, 1, height_ratios=(3, 1))
     image = map_axes.imshow(load_LE, aspect="auto", interpolation="nearest", vmin=0, vmax=min(BRIGHTEST, load_LE.max()))
-    canvas.colorbar(image, ax=map_axes, label="rows / mean of the layer")
+    picture.colorbar(image, ax=map_axes, label="rows / mean of the layer")
     step = max(1, len(record.sparse_layers) // 16)
     map_axes.set_yticks(range(0, len(load_LE), step), [str(layer) for layer in record.sparse_layers[::step]])
     map_axes.set_xlabel("expert")
@@ -50,7 +43,7 @@ def draw_load(record: LoadRecord, path: Path) -> None:
     time_axes.set_xlabel("step")
     time_axes.set_ylabel("balancedness")
     time_axes.grid(visible=True, linewidth=0.3)
-    canvas.savefig(path)
+    picture.savefig(path)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

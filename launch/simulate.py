@@ -26,8 +26,8 @@ from rich.console import Console
 from rich.table import Table
 
 from expert_parallel.simulate import Outcome, Setting, StaticOrPolicy, Trace, play
+from launch.canvas import check_matplotlib
 from launch.figure import number, short
-from launch.roofline_picture import check_matplotlib
 from launch.simulate_picture import PlacedPoint, draw_points
 from launch.words import flag, number_above_zero, output_file, positive, positives, split_list
 from router.load_window import read_load

@@ -9,12 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from launch.roofline_picture import check_matplotlib
-
-try:
-    from matplotlib.figure import Figure as Canvas  # pyright: ignore[reportMissingImports]
-except ImportError:
-    Canvas = None
+from launch.canvas import canvas
 
 
 @dataclass(frozen=True)
@@ -29,10 +24,8 @@ class PlacedPoint:
 
 def draw_points(points: Sequence[PlacedPoint], path: Path) -> None:
     """The picture; its ending chooses the format."""
-    check_matplotlib()
-    assert Canvas is not None, "check_matplotlib says so"
-    canvas = Canvas(figsize=(12, 5), dpi=120, layout="constrained")
-    even_axes, link_axes = canvas.subplots(1, 2)
+    picture = canvas(12, 5)
+    even_axes, link_axes = picture.subplots(1, 2)
     markers = "osD^v<>PX*"
     for index, placement in enumerate(dict.fromkeys(point.placement for point in points)):
         own = [point for point in points if point.placement == placement]
@@ -50,4 +43,4 @@ def draw_points(points: Sequence[PlacedPoint], path: Path) -> None:
         axes.set_xlabel("ranks")
         axes.grid(visible=True, linewidth=0.3)
     even_axes.legend(fontsize=8)
-    canvas.savefig(path)
+    picture.savefig(path)
