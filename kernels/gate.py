@@ -62,44 +62,28 @@ def gate(
 
 
 @triton.jit
-def _gate_tile(
-    x_ptr,
-    w_ptr,
-    token,
-    expert,
-    first_part,
-    last_part,
-    num_tokens,
-    num_experts,
-    width,
-    stride_x,
-    stride_w,
-    BLOCK_T: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    PART: tl.constexpr,
-    WIDE: tl.constexpr,
-):
-    k = tl.arange(0, PART)
-    in_t, in_e = (token < num_tokens)[:, None], (expert < num_experts)[None, :]
-    x_ptrs = x_ptr + token.to(tl.int64)[:, None] * stride_x + k[None, :]
-    w_ptrs = w_ptr + expert.to(tl.int64)[None, :] * stride_w + k[:, None]
-    total = tl.zeros((BLOCK_T, BLOCK_N), tl.float32)
-    # A part is added one step after it was multiplied: the compiler would make one long sum of `total += dot`.
-    last = total
-    for part in range(first_part, last_part):
-        start = part * PART
-        in_k = start + k < width
-        x = tl.load(x_ptrs + start, mask=in_t & in_k[None, :], other=0.0)
-        w = tl.load(w_ptrs + start, mask=in_e & in_k[:, None], other=0.0)
-        if WIDE:
-            x, w = x.to(tl.float32), w.to(tl.float32)
-        total += last
-        last = tl.dot(x, w, input_precision="ieee")
-    return total + last
+def _load_x(x_ptr, token, start, num_tokens, width, stride_x, PART: tl.constexpr):
+    k = start + tl.arange(0, PART)[None, :]
+    mask = (token < num_tokens)[:, None] & (k < width)
+    return tl.load(x_ptr + token.to(tl.int64)[:, None] * stride_x + k, mask=mask, other=0.0)
+
+
+@triton.jit
+def _load_w(w_ptr, expert, start, num_experts, width, stride_w, PART: tl.constexpr):
+    k = start + tl.arange(0, PART)[:, None]
+    mask = (expert < num_experts)[None, :] & (k < width)
+    return tl.load(w_ptr + expert.to(tl.int64)[None, :] * stride_w + k, mask=mask, other=0.0)
+
+
+@triton.jit
+def _product(x, w, WIDE: tl.constexpr):
+    if WIDE:
+        x, w = x.to(tl.float32), w.to(tl.float32)
+    return tl.dot(x, w, input_precision="ieee")
 
 
 # Sizes of the batch are not specialised on: a kernel compiled in the middle of a run would stall it.
-@triton.jit(do_not_specialize=["num_tokens", "parts_each"])
+@triton.jit(do_not_specialize=["num_tokens"])
 def _gate_parts_kernel(
     x_ptr,
     w_ptr,
@@ -107,24 +91,34 @@ def _gate_parts_kernel(
     num_tokens,
     num_experts,
     width,
-    parts_each,
     stride_x,
     stride_w,
+    CUT: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_N: tl.constexpr,
     PART: tl.constexpr,
     WIDE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    wait_for_inputs(PDL)
     token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     expert = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    first = tl.program_id(2) * parts_each
-    last = tl.minimum(first + parts_each, tl.cdiv(width, PART))
-    total = _gate_tile(
-        x_ptr, w_ptr, token, expert, first, last, num_tokens, num_experts, width, stride_x, stride_w,
-        BLOCK_T, BLOCK_N, PART, WIDE,
-    )  # fmt: skip
+    if CUT:
+        # Weights are no work of this step: they are asked for while the kernels before this one still run.
+        start = tl.program_id(2) * PART
+        w = _load_w(w_ptr, expert, start, num_experts, width, stride_w, PART)
+        wait_for_inputs(PDL)
+        total = _product(_load_x(x_ptr, token, start, num_tokens, width, stride_x, PART), w, WIDE)
+    else:
+        wait_for_inputs(PDL)
+        total = tl.zeros((BLOCK_T, BLOCK_N), tl.float32)
+        # A part is added one step after it was multiplied: of `total += product` the compiler would make one long sum.
+        last = total
+        for start in range(0, width, PART):
+            x = _load_x(x_ptr, token, start, num_tokens, width, stride_x, PART)
+            w = _load_w(w_ptr, expert, start, num_experts, width, stride_w, PART)
+            total += last
+            last = _product(x, w, WIDE)
+        total += last
     row = tl.program_id(2) * num_tokens.to(tl.int64) + token
     place_ptr = parts_ptr + row[:, None] * num_experts + expert[None, :]
     tl.store(place_ptr, total, mask=(token < num_tokens)[:, None] & (expert < num_experts)[None, :])
@@ -170,14 +164,12 @@ def _gate_route_kernel(
     WIDE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    wait_for_inputs(PDL)
     token = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     expert = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     part = tl.program_id(2)
-    total = _gate_tile(
-        x_ptr, w_ptr, token, expert, part, part + 1, num_tokens, num_experts, width, stride_x, stride_w,
-        BLOCK_M, BLOCK_N, PART, WIDE,
-    )  # fmt: skip
+    w = _load_w(w_ptr, expert, part * PART, num_experts, width, stride_w, PART)
+    wait_for_inputs(PDL)
+    total = _product(_load_x(x_ptr, token, part * PART, num_tokens, width, stride_x, PART), w, WIDE)
     stride_p = num_tokens.to(tl.int64) * num_experts
     place_ptr = parts_ptr + part * stride_p + token.to(tl.int64)[:, None] * num_experts + expert[None, :]
     tl.store(place_ptr, total, mask=(token < num_tokens)[:, None] & (expert < num_experts)[None, :])
@@ -237,9 +229,9 @@ def gate_parts_triton(
             num_tokens,
             num_experts,
             width,
-            1 if cut else cdiv(width, PART),
             x_TD.stride(0),
             weight_ED.stride(0),
+            CUT=cut,
             BLOCK_T=block_t,
             BLOCK_N=block_n,
             PART=PART,

@@ -16,7 +16,7 @@ Worked example: three tokens, K = 2, experts 0 and 1 live in slots 1 and 0, expe
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -252,7 +252,7 @@ def pack_counts_triton(expert_ids_TK: Tensor, slot_of_E: Tensor, num_slots: int)
     block_counts_SN = torch.empty(num_slots, num_blocks, dtype=torch.int32, device=ids_TK.device)
     slot_counts_S = torch.empty(num_slots, dtype=torch.int32, device=ids_TK.device)
     sizes = (num_rows, num_experts, num_slots, num_blocks)
-    options = {"num_warps": 4, **dependent_launch(ids_TK)}
+    options: dict[str, Any] = {"num_warps": 4, **dependent_launch(ids_TK)}
     _count_kernel[(num_blocks,)](ids_TK, slot_of_E, block_counts_SN, *sizes, BLOCK=_BLOCK, BINS=bins, **options)
     _sum_blocks_kernel[(num_slots,)](block_counts_SN, slot_counts_S, num_blocks, BLOCK_B=1024, **options)
     _rank_kernel[(num_blocks,)](

@@ -133,7 +133,7 @@ def _turn_heads(
     if weight_ptr is not None:
         scale = rms_scale(tl.load(row_ptr + c, mask=used & (c < WIDTH), other=0.0), WIDTH, eps)
     # Read again, from the L1 cache, as pairs.
-    first, second = load_pairs(row_ptr, used, BLOCK_H, HALF, INTERLEAVED, BLOCK_P)
+    first, second = load_pairs(row_ptr, used, BLOCK_H, HALF, INTERLEAVED, BLOCK_P)  # pyright: ignore
     if weight_ptr is not None:
         first_weight, second_weight = load_pairs(weight_ptr, True, 1, HALF, INTERLEAVED, BLOCK_P)
         first, second = rms_apply(first, scale, first_weight), rms_apply(second, scale, second_weight)

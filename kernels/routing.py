@@ -160,7 +160,7 @@ def _losers_to_minus_inf(
     """The selection scores, -inf in every group but each token's TOPK_GROUPS best."""
     key_of_group = tl.reshape(key, (BLOCK_T * BLOCK_G, BLOCK_S))
     place = tl.arange(0, BLOCK_S)[None, :]
-    best, first = _best(key_of_group, place)
+    best, first = _best(key_of_group, place)  # pyright: ignore
     worth = _score_of_key(best)
     if TOP2_SUM:
         worth += _score_of_key(tl.max(tl.where(place == first[:, None], _LOWEST, key_of_group), axis=1))

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from expert_parallel.dispatcher import LocalDispatcher
 from expert_parallel.placement import Placement
-from kernels.rmsnorm import Norm, rmsnorm
+from kernels.rmsnorm import Norm
 from moe.model.block import Block
 from moe.model.config import MLAConfig, ModelConfig
 from moe.model.embedding import Embedding, Head
@@ -97,8 +97,7 @@ class CausalLM:
     def hidden(self, step: StepInput, kv_caches: Sequence[Tensor]) -> Tensor:
         """x_TD after the last norm, every row."""
         plan = self._plan(step, kv_caches)
-        residual_TD = self.embedding(step.token_ids_T)
-        y_TD = rmsnorm(residual_TD, *self.blocks[0].attn_norm)
+        y_TD, residual_TD = self.embedding(step.token_ids_T, self.blocks[0].attn_norm)
         next_norms = [*(block.attn_norm for block in self.blocks[1:]), self.norm]
         for block, kv_cache, next_norm in zip(self.blocks, kv_caches, next_norms, strict=True):
             y_TD, residual_TD = block(y_TD, residual_TD, plan, kv_cache, next_norm)

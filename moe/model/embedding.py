@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from kernels.embed import embed_norm
 from kernels.linear import linear
+from kernels.rmsnorm import Norm
 
 
 class Embedding:
@@ -15,10 +16,9 @@ class Embedding:
     def __init__(self, weight_VD: Tensor) -> None:
         self.weight_VD = weight_VD
 
-    def __call__(self, token_ids_T: Tensor) -> Tensor:
-        # The runner asserts the range of ids that come from the host. This is for ids that it has not seen, such as the
-        # sampler's -1 for a row of NaN: any row will do for them, an index out of range would end the process.
-        return F.embedding(token_ids_T.clamp(0, self.weight_VD.shape[0] - 1), self.weight_VD)
+    def __call__(self, token_ids_T: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
+        """(rows normalised for the first layer, rows)."""
+        return embed_norm(token_ids_T, self.weight_VD, norm)
 
 
 class Head:

@@ -79,11 +79,12 @@ class MLAttention:
             q_pe_THR, self.kv_a(x_TD), self.kv_a_norm_L, LATENT_NORM_EPS, rope, cache_NPX, step.slot_mapping_T
         )
 
-        out_THV = x_TD.new_empty(x_TD.shape[0], dims.num_heads, dims.v_head_dim)
+        parts: list[Tensor] = []
         if step.decode is not None:
-            out_THV[: step.num_decode] = self._decode(q_THC[: step.num_decode], cache_NPX, step.decode)
+            parts.append(self._decode(q_THC[: step.num_decode], cache_NPX, step.decode))
         if step.prefill is not None:
-            out_THV[step.num_decode :] = self._prefill(q_THC[step.num_decode :], cache_NPX, plan.mla_rounds)
+            parts.append(self._prefill(q_THC[step.num_decode :], cache_NPX, plan.mla_rounds).to(x_TD.dtype))
+        out_THV = torch.cat(parts) if len(parts) != 1 else parts[0]
         return self.o(out_THV.view(-1, dims.num_heads * dims.v_head_dim))
 
     def _queries(self, x_TD: Tensor) -> Tensor:

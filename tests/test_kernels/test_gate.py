@@ -117,7 +117,7 @@ def test_compiles(arch):
     args: dict[str, object] = {"x_ptr": "*bf16", "w_ptr": "*bf16", "parts_ptr": "*fp32", "PART": PART, "WIDE": False}
     args |= dict.fromkeys(("num_tokens", "num_experts", "width", "stride_x", "stride_w"), "i32") | {"PDL": arch >= 90}
     for block_t, block_n, stages in ((16, 32, 1), (64, 128, 2)):
-        parts = {"parts_each": "i32", "BLOCK_T": block_t, "BLOCK_N": block_n}
+        parts = {"CUT": stages == 1, "BLOCK_T": block_t, "BLOCK_N": block_n}
         assert compile_ahead(_gate_parts_kernel, arch, args | parts, num_stages=stages)
     args |= {"counters_ptr": "*i32", "bias_ptr": None, "real_ptr": "*i1", "ids_ptr": "*i32"}
     args |= {

@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from kernels.combine import combine
+from kernels.gate import gate
 from kernels.grouped_gemm import grouped_gemm, grouped_gemm_swiglu
-from kernels.linear import linear
 from kernels.pack import pack
-from kernels.routing import RoutingRule, route
+from kernels.routing import RoutingRule
 from tests.compare import assert_close_as_torch, assert_same_bits
 
 RULE = RoutingRule(
@@ -61,8 +61,7 @@ def draw_rows(num_tokens: int, device: str, dtype: torch.dtype = torch.bfloat16,
 
 
 def run_layer(x_TD: Tensor, layer: Layer) -> Tensor:
-    logits_TE = linear(x_TD, layer.gate_ED, out_dtype=torch.float32)
-    routing = route(logits_TE, layer.bias_E, RULE)
+    routing = gate(x_TD, layer.gate_ED, layer.bias_E, RULE)
     packed = pack(routing.expert_ids_TK, layer.slot_of_E, layer.w13_SND.shape[0])
     num_rows = x_TD.shape[0] * RULE.top_k
     h_RF = grouped_gemm_swiglu(
@@ -74,15 +73,14 @@ def run_layer(x_TD: Tensor, layer: Layer) -> Tensor:
 
 def plain_layer(x_TD: Tensor, layer: Layer, wide: torch.dtype) -> Tensor:
     """Experts one after the other by torch: rounded to the model dtype where it is (`wide` fp32), nowhere (fp64)."""
-    logits_TE = linear(x_TD, layer.gate_ED, out_dtype=torch.float32)
-    expert_ids_TK, weights_TK = route(logits_TE, layer.bias_E, RULE)
+    expert_ids_TK, weights_TK = gate(x_TD, layer.gate_ED, layer.bias_E, RULE)
     keep = torch.float64 if wide == torch.float64 else x_TD.dtype
     x, total_TD = x_TD.to(keep), torch.zeros(x_TD.shape, dtype=wide, device=x_TD.device)
     for expert, slot in enumerate(layer.slot_of_E.tolist()):
         tokens, k = torch.where(expert_ids_TK == expert)
         if slot >= 0 and tokens.numel():
-            gate, up = (x[tokens] @ layer.w13_SND[slot].to(keep).T).to(wide).chunk(2, dim=-1)
-            y = (functional.silu(gate) * up).to(keep) @ layer.w2_SDF[slot].to(keep).T
+            gated, up = (x[tokens] @ layer.w13_SND[slot].to(keep).T).to(wide).chunk(2, dim=-1)
+            y = (functional.silu(gated) * up).to(keep) @ layer.w2_SDF[slot].to(keep).T
             total_TD.index_add_(0, tokens, y.to(wide) * weights_TK[tokens, k].to(wide)[:, None])
     return total_TD.to(keep)
 
@@ -131,8 +129,8 @@ def test_every_kernel_of_the_stretch_is_ours(num_tokens):
         torch.cuda.synchronize()
     on_device = [e.name for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
     few_rows = num_tokens * RULE.top_k <= 4096
-    packing = ["_pack_pairs_kernel"] if few_rows else ["_count_kernel", "_sum_blocks_kernel", "_rank_kernel"]
-    products = ["_linear_kernel", "_grouped_gemm_kernel", "_grouped_gemm_kernel"]
+    packing = ["_pack_slots_kernel"] if few_rows else ["_count_kernel", "_sum_blocks_kernel", "_rank_kernel"]
+    products = ["_gate_parts_kernel", "_grouped_gemm_kernel", "_grouped_gemm_kernel"]
     assert sorted(on_device) == sorted(["_route_kernel", *packing, *products, "_combine_kernel"])
 
 

@@ -8,7 +8,15 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kernels.routing import Routing, RoutingRule, _route_kernel, route, route_reference, route_triton
+from kernels.routing import (
+    Routing,
+    RoutingRule,
+    _route_kernel,
+    route,
+    route_parts_triton,
+    route_reference,
+    route_triton,
+)
 from tests.aot import ARCHS, aot, compile_ahead
 from tests.compare import assert_same_bits, max_rel
 from tests.shapes import NUM_EXPERTS, NUM_TOKENS
@@ -204,6 +212,28 @@ def test_C05_impossible_rules_are_refused(rule, num_experts, words):
     with pytest.raises(ValueError) as error:
         rule.check(num_experts)
     assert words in str(error.value)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_padding_rows_get_no_expert(device):
+    """Their neighbours get what they get alone."""
+    logits_TE, bias_E = draw(9, 60, bias=True)
+    real_T = torch.tensor([True, False, True, True, False, False, True, True, False])
+    rule = RoutingRule(top_k=4, score="sigmoid")
+    for run, where in ((route_reference, "cpu"), (route_triton, device)):
+        operands = logits_TE.to(where), None if bias_E is None else bias_E.to(where), rule
+        whole, masked = run(*operands), run(*operands, real_T=real_T.to(where))
+        assert torch.equal(masked.expert_ids_TK[real_T], whole.expert_ids_TK[real_T])
+        assert_same_bits(masked.weights_TK[real_T], whole.weights_TK[real_T])
+        assert masked.expert_ids_TK[~real_T].unique().tolist() == [-1]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_parts_are_summed_in_order(device):
+    """2^25 + 1 - 2^25 is 0 in that order, 1 in the other: the experts' logits are (0, 0.5) and then (1, 0.5)."""
+    for parts, best in (([2.0**25, 1.0, -(2.0**25)], 1), ([2.0**25, -(2.0**25), 1.0], 0)):
+        parts_PTE = torch.tensor([[[part, 0.5 if p == 0 else 0.0]] for p, part in enumerate(parts)], device=device)
+        assert route_parts_triton(parts_PTE, None, RoutingRule(top_k=1), None).expert_ids_TK.tolist() == [[best]]
 
 
 C11_CASES = [
