@@ -74,7 +74,7 @@ class DecodeGraphs:
         self._all_rows_B = torch.arange(self.max_num_seqs, device=self.device)
         self._ids_B = torch.empty(self.max_num_seqs, dtype=torch.int64, device=self.device)
         self._logits_BV: Tensor | None = None  # made when a step first wants logits
-        self._prepared = 0
+        self.num_prepared = 0  # `prepare` has done what it could for so many sequences
 
     @property
     def num_graphs(self) -> int:
@@ -96,10 +96,10 @@ class DecodeGraphs:
     @torch.inference_mode()
     def prepare(self, num_seqs: int, seconds: float) -> None:
         """Capture what steps of up to `num_seqs` rows need, in about so many seconds at most."""
-        num_seqs = min(num_seqs, self.max_num_seqs)
-        if num_seqs <= self._prepared or seconds <= 0.0:
+        self.num_prepared = max(num_seqs, self.num_prepared)
+        if seconds <= 0.0:
             return
-        self._prepared = num_seqs
+        num_seqs = min(num_seqs, self.max_num_seqs)
         largest = bisect_left(self.sizes, num_seqs)
         missing = [size for size in self.sizes[: largest + 1] if (size, self.bounds[0], False) not in self._graphs]
         begin = told = time.perf_counter()

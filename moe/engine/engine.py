@@ -22,14 +22,13 @@ import math
 import time
 
 from configs.schema import Config
-from kv_cache.layout import KVLayout
 from kv_cache.pool import KVPool
 from kv_cache.prefix_cache import PrefixCache
-from moe.engine.answer import Answer, Sample, rejection
+from moe.engine.answer import Answer, rejection
 from moe.engine.cuda_graphs import DecodeGraphs
 from moe.engine.in_flight import InFlight
-from moe.engine.measure import measure_memory
-from moe.engine.memory_plan import MemoryPlan, plan_memory
+from moe.engine.intake import Intake
+from moe.engine.measure import plan_cache
 from moe.engine.parts import Parts, kv_layout, load_parts
 from moe.engine.places import make_places
 from moe.engine.request import Request, RequestOutput
@@ -38,8 +37,7 @@ from moe.engine.sampler import Sampler
 from moe.engine.scheduler import Schedule, Scheduler
 from moe.engine.sequence import Sequence, Status
 from moe.engine.stats import EngineStats
-from moe.engine.stop import TextStream
-from moe.engine.tokenizer import check_ids, truncate_prompt
+from moe.engine.tokenizer import truncate_prompt
 from moe.engine.watchdog import Watchdog
 from router.load import LoadCounter, balancedness
 
@@ -88,6 +86,7 @@ class Engine:
             prefill_chunk=engine.prefill_chunk,
             force_preempt_every=engine.force_preempt_every,
         )
+        self.intake = Intake(parts, self.plan, self.cache)
         self.graphs = None
         if use_graphs:
             self.graphs = DecodeGraphs(
@@ -137,18 +136,14 @@ class Engine:
             raise ValueError(f"request_id={request.request_id!r} is already being answered; ids must be unique.")
         prompt_ids = truncate_prompt(request.prompt_token_ids, request.params.truncate_prompt_tokens)
         try:
-            max_tokens = self._max_tokens(request, prompt_ids)
+            max_tokens = self.intake.max_tokens(request, prompt_ids)
         except ValueError as error:
             self._count_end(failed=True)
             self._ready.append(rejection(request, prompt_ids, str(error)))
             return
-        answer = Answer(request, prompt_ids, [], streamed=stream)
-        for index in range(request.params.n):
-            leader = answer.samples[0].sequence if index else None
-            table = self.cache.new_table()
-            sequence = Sequence(request, index, prompt_ids, max_tokens, table, leader)
-            answer.samples.append(Sample(sequence, self._text_stream(request), self.parts.eos_ids))
-            self.scheduler.add(sequence)
+        answer = self.intake.answer(request, prompt_ids, max_tokens, stream=stream)
+        for sample in answer.samples:
+            self.scheduler.add(sample.sequence)
         self._answers[request.request_id] = answer
         self.stats.prompt_tokens += len(prompt_ids)
 
@@ -176,7 +171,7 @@ class Engine:
             return outputs
         started = time.perf_counter()
         try:
-            if self.graphs is not None:
+            if self.graphs is not None and self.graphs.num_prepared < self.scheduler.num_unfinished:
                 self._enter("capture", list(self._answers))
                 self.graphs.prepare(self.scheduler.num_unfinished, self.config.engine.capture_seconds)
             accepted, self._in_flight = self._launch_ahead()
@@ -202,43 +197,6 @@ class Engine:
     def close(self) -> None:
         """End the watchdog's thread. Closing twice is fine."""
         self.watchdog.close()
-
-    def _max_tokens(self, request: Request, prompt_ids: list[int]) -> int:
-        """How many tokens the request may generate; ValueError where it can never run."""
-        params, num_prompt = request.params, len(prompt_ids)
-        check_ids(prompt_ids, self.vocab_size)
-        params.check_vocab(self.vocab_size)
-        if params.stop and self.tokenizer is None:
-            raise ValueError(
-                f"stop={list(params.stop)!r} needs text, but this model has no tokenizer; use stop_token_ids."
-            )
-        if num_prompt >= self.max_model_len:
-            raise ValueError(
-                f"the prompt has {num_prompt} tokens, but engine.max_model_len={self.max_model_len} must hold the "
-                "prompt and at least one new token; shorten the prompt, or set truncate_prompt_tokens."
-            )
-        # The last token of a sequence is never written to the cache.
-        left_in_cache = max(self.plan.capacity_tokens + 1 - num_prompt, 1)
-        room = min(self.max_model_len - num_prompt, params.max_tokens or left_in_cache)
-        if self.scheduler.never_fits(num_prompt + room):
-            raise ValueError(
-                f"a prompt of {num_prompt} tokens with {room} new ones needs more than the {self.plan.num_blocks} "
-                f"blocks of {self.plan.block_size} tokens that the KV cache has; lower max_tokens, or raise "
-                "cache.num_blocks."
-            )
-        return room
-
-    def _text_stream(self, request: Request) -> TextStream | None:
-        params = request.params
-        if self.tokenizer is None or not params.detokenize:
-            return None
-        decoder = self.tokenizer.detokenizer(skip_special_tokens=params.skip_special_tokens)
-        return TextStream(
-            decoder,
-            tuple(params.stop),
-            include_stop=params.include_stop_str_in_output,
-            min_tokens=params.min_tokens,
-        )
 
     def _launch_ahead(self) -> tuple[InFlight | None, InFlight | None]:
         """The step to accept now, and the one launched behind it (None: that one waits for the first)."""
@@ -318,7 +276,7 @@ class Engine:
             else:
                 try:
                     self.scheduler.receive(sequence, token_id)
-                    sample.accept(token_id, logprobs and self.runner.with_texts(logprobs[row]))
+                    sample.accept(token_id, self.runner.with_texts(logprobs[row]) if logprobs is not None else None)
                     self.stats.output_tokens += 1
                 except Exception as error:
                     logger.exception("request %s failed", answer.request.request_id)
@@ -387,25 +345,3 @@ def _fault(sequence: Sequence, token_id: int) -> str | None:
     if not sequence.output_ids and any(math.isnan(score) for score in scores):
         return "the model's logits for a prompt position hold NaN or infinity."
     return None
-
-
-def plan_cache(config: Config, parts: Parts, layout: KVLayout, sampler: Sampler, *, cuda_graphs: bool) -> MemoryPlan:
-    """Measure what weights and steps take, and decide how many blocks the cache gets."""
-    memory = measure_memory(
-        parts.network,
-        sampler,
-        layout,
-        parts.device,
-        max_batched_tokens=config.engine.max_batched_tokens,
-        max_num_seqs=parts.max_num_seqs(config.engine),
-        max_model_len=parts.max_model_len,
-        cuda_graphs=cuda_graphs,
-    )
-    return plan_memory(
-        layout,
-        memory,
-        num_blocks=config.cache.num_blocks,
-        memory_fraction=config.cache.memory_fraction,
-        cpu_gb=config.cache.cpu_gb,
-        max_model_len=parts.max_model_len,
-    )

@@ -7,14 +7,38 @@ from __future__ import annotations
 
 import torch
 
+from configs.schema import Config
 from kv_cache.layout import KVLayout
 from kv_cache.pool import KVPool
-from moe.engine.memory_plan import DeviceMemory
+from moe.engine.memory_plan import DeviceMemory, MemoryPlan, plan_memory
 from moe.engine.network import Network
+from moe.engine.parts import Parts
 from moe.engine.request import SamplingParams
 from moe.engine.sampler import Sampler, SampleRow, SamplingBatch
 from moe.engine.scheduler import PROMPT_LOGIT_ROWS
 from moe.model.step_input import DecodeBatch, PrefillBatch, StepInput
+
+
+def plan_cache(config: Config, parts: Parts, layout: KVLayout, sampler: Sampler, *, cuda_graphs: bool) -> MemoryPlan:
+    """Measure what weights and steps take, and decide how many blocks the cache gets."""
+    memory = measure_memory(
+        parts.network,
+        sampler,
+        layout,
+        parts.device,
+        max_batched_tokens=config.engine.max_batched_tokens,
+        max_num_seqs=parts.max_num_seqs(config.engine),
+        max_model_len=parts.max_model_len,
+        cuda_graphs=cuda_graphs,
+    )
+    return plan_memory(
+        layout,
+        memory,
+        num_blocks=config.cache.num_blocks,
+        memory_fraction=config.cache.memory_fraction,
+        cpu_gb=config.cache.cpu_gb,
+        max_model_len=parts.max_model_len,
+    )
 
 
 def measure_memory(

@@ -10,7 +10,7 @@ import torch
 from configs.schema import Config
 from kv_cache.layout import KVLayout
 from moe import LLM
-from moe.engine import engine
+from moe.engine import measure
 from moe.engine.measure import decode_step, measure_memory, prefill_step
 from moe.engine.memory_plan import GIB, DeviceMemory, MemoryPlan, plan_memory
 from moe.engine.parts import kv_layout, resolve_device, resolve_dtype, resolve_max_model_len
@@ -144,8 +144,8 @@ def test_the_plan_counts_the_graphs_memory(monkeypatch: pytest.MonkeyPatch, cuda
         asked.append(cuda_graphs)
         return DeviceMemory("a card", 10 * 2**30, 2**30, 2**30)
 
-    monkeypatch.setattr(engine, "measure_memory", measured)
-    engine.plan_cache(Config(), make_parts(None), LAYOUT, Sampler(8), cuda_graphs=cuda_graphs)
+    monkeypatch.setattr(measure, "measure_memory", measured)
+    measure.plan_cache(Config(), make_parts(None), LAYOUT, Sampler(8), cuda_graphs=cuda_graphs)
     assert asked == [cuda_graphs]
 
 

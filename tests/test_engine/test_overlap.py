@@ -111,7 +111,8 @@ def test_only_penalties_hold_a_step_back(
 ) -> None:
     engine = engines(make_parts(folder))
     log = watch(engine, monkeypatch)
-    engine.add_request(Request("a", [1, 2, 3], SamplingParams(**({"max_tokens": 3} | GREEDY | params))))
+    wanted: dict[str, Any] = {"max_tokens": 3, **GREEDY, **params}
+    engine.add_request(Request("a", [1, 2, 3], SamplingParams(**wanted)))
     finish(engine)
     assert (log.index("read 1") < log.index("launch 2")) == waits
     assert (log.index("read 2") < log.index("launch 3")) == waits
@@ -226,22 +227,23 @@ def test_an_interrupted_launch_is_made_good(folder: Path, engines: Any) -> None:
     }
 
 
-@settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=20, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(requests=st.lists(asked(), min_size=2, max_size=8), keys=ENGINES)
 def test_overlapped_answers_are_those_of_one_step_after_another(
     folder: Path, requests: list[Any], keys: dict[str, Any]
 ) -> None:
-    """Ids, texts, reasons, log-probabilities and errors; aborted ones may have a token more or less."""
+    """Ids, texts, reasons, log-probabilities and errors. Aborts come at a step, so they are left out here."""
     requests = [(arrival, prompt, params, None) for arrival, prompt, params, _ in requests]
     one, one_stats = run(folder, requests, keys | {"overlap": False})
     other, other_stats = run(folder, requests, keys | {"overlap": True})
     assert one.keys() == other.keys()
     for name in one:
         got, want = (replace(each[name], num_cached_tokens=0) for each in (other, one))
-        if want.error is not None and len(want.outputs) > 1:
-            assert got.error is not None  # of several samples, whichever fails first is named
-        else:
+        if want.error is None:
             assert got == want
+        else:  # the record of a failed one may hold NaN; of several samples, whichever fails first is named
+            assert got.error == want.error or (got.error and len(want.outputs) > 1)
+            assert len(want.outputs) > 1 or got.outputs[0].token_ids == want.outputs[0].token_ids
     for name in ("requests", "failed_requests", "prompt_tokens"):
         assert getattr(one_stats, name) == getattr(other_stats, name), name
     if not any(output.error for output in one.values()):
