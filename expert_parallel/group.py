@@ -9,6 +9,7 @@ rank's number in its group (never its number in the job), the size, and the coll
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -20,6 +21,10 @@ from torch import Tensor
 # torch 2.13 renamed two collectives and warns at the old names; 2.11 has only those.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+_POLL_S = 0.02
+"""How often a rank asks whether the others are there."""
 
 
 @dataclass(frozen=True)
@@ -62,13 +67,19 @@ class ExpertGroup:
 
 @dataclass(frozen=True)
 class Ranks:
-    """All ranks of a job, brought up."""
+    """All ranks of a job, brought up. `store` holds small values for all of them, and counts for all of them."""
 
     values: RankValues
     device: torch.device
     store: dist.Store
     timeout: timedelta
     everyone: ExpertGroup
+    say: Callable[[str], None]
+
+    def meet(self, stage: str) -> None:
+        """Returns when every rank is here: before a stretch whose length differs between ranks, such as loading, turns
+        into a collective that would time out without saying for whom it waits. Each stage's name is used once."""
+        meet(self.store, self.values, stage, self.timeout, self.say)
 
     def close(self) -> None:
         """Leaves the job. Other ranks may still be in a collective with this one: end a run with one that all make."""
@@ -110,7 +121,7 @@ def backend_of(device: torch.device) -> str:
 
 
 def bring_up(values: RankValues, device: torch.device, timeout_s: float, say: Callable[[str], None] = print) -> Ranks:
-    """Joins the job's ranks. Returns when all are there; RuntimeError with the address where they are not in time.
+    """Joins the job's ranks. Returns when all are there; RuntimeError that names those who are not there in time.
 
     `timeout_s` bounds the wait for the others, and later each collective. Rank 0 says backend, ranks and timeout.
     """
@@ -122,6 +133,7 @@ def bring_up(values: RankValues, device: torch.device, timeout_s: float, say: Ca
             f"{values.world_size} ranks at {values.master_addr}:{values.master_port}, {backend} on {device.type}; "
             f"start and collectives time out after {timeout_s:g} s (parallel.timeout_s)"
         )
+    meet(store, values, "start", timeout, say)
     dist.init_process_group(
         backend,
         store=store,
@@ -132,7 +144,36 @@ def bring_up(values: RankValues, device: torch.device, timeout_s: float, say: Ca
     )
     world = dist.group.WORLD
     assert world is not None, "init_process_group makes the group of all ranks"
-    return Ranks(values, device, store, timeout, ExpertGroup(values.rank, values.world_size, world))
+    return Ranks(values, device, store, timeout, ExpertGroup(values.rank, values.world_size, world), say)
+
+
+def meet(
+    store: dist.Store,
+    values: RankValues,
+    stage: str,
+    timeout: timedelta,
+    say: Callable[[str], None],
+    *,
+    patience_s: float = 10.0,
+) -> None:
+    """Waits for all ranks to come to `stage`. Rank 0 says for whom after `patience_s`, then after twice as long each
+    time; after `timeout` every rank raises RuntimeError with the ranks that are missing."""
+    keys = [f"{stage}/{rank}" for rank in range(values.world_size)]
+    store.set(keys[values.rank], "here")
+    start = time.monotonic()
+    while not store.check(keys):
+        waited_s = time.monotonic() - start
+        late = waited_s > timeout.total_seconds()
+        if late or (values.rank == 0 and waited_s >= patience_s):
+            missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
+            if late:
+                raise RuntimeError(
+                    f"rank {values.rank} of {values.world_size} is at {stage!r}; ranks {missing} did not come within "
+                    f"{timeout.total_seconds():g} s (parallel.timeout_s)."
+                )
+            say(f"{stage}: waiting for ranks {missing} since {waited_s:.0f} s")
+            patience_s *= 2
+        time.sleep(_POLL_S)
 
 
 def _store(values: RankValues, timeout: timedelta) -> dist.Store:
@@ -146,6 +187,7 @@ def _store(values: RankValues, timeout: timedelta) -> dist.Store:
             world_size=None if values.agent_has_store else values.world_size,
             is_master=serves,
             timeout=timeout,
+            wait_for_workers=False,  # `meet` waits, and knows whom it waits for
         )
     except (RuntimeError, ValueError) as error:
         if serves:

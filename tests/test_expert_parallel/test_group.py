@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from expert_parallel.group import RankValues, backend_of, bring_up, rank_device, split
+from expert_parallel.group import RankValues, backend_of, bring_up, meet, rank_device, split
 from tests.expert_ranks import world
 from tests.ranks import run_ranks
 
@@ -82,6 +82,41 @@ def test_a_rank_that_finds_nobody_names_the_address_in_time() -> None:
         == f"rank 1 of 2 found nobody at 127.0.0.1:{port} within 1 s: is rank 0 running there, and is the port open?"
     )
     assert seconds < 20
+
+
+def start_alone(rank: int, num_ranks: int, port: int) -> str:
+    """The first of three ranks; the others never start."""
+    try:
+        bring_up(values(0, 3, port), torch.device("cpu"), 0.5)
+    except RuntimeError as error:
+        return str(error)
+    return "found somebody"
+
+
+def test_a_rank_that_waits_names_those_that_are_missing() -> None:
+    assert run_ranks(start_alone, 1, free_port(), joined=False) == [
+        "rank 0 of 3 is at 'start'; ranks [1, 2] did not come within 0.5 s (parallel.timeout_s)."
+    ]
+
+
+def come_late(rank: int, num_ranks: int, port: int) -> list[str]:
+    """Rank 1 takes longer than the others to come to a stage."""
+    ranks = bring_up(values(rank, num_ranks, port), torch.device("cpu"), 30.0, lambda text: None)
+    if rank == 1:
+        time.sleep(1.0)
+    said: list[str] = []
+    meet(ranks.store, ranks.values, "loaded", ranks.timeout, said.append, patience_s=0.2)
+    ranks.meet("loaded too")
+    # Rank 0 serves the store: it may not leave before the others have read it.
+    ranks.everyone.all_gather(torch.empty(num_ranks), torch.zeros(1))
+    ranks.close()
+    return said
+
+
+def test_C10_a_slow_rank_is_waited_for_by_name() -> None:
+    said = run_ranks(come_late, 3, free_port(), joined=False)
+    assert said[0] and said[0][0] == "loaded: waiting for ranks [1] since 0 s"
+    assert len(said[0]) <= 3 and not said[1] and not said[2]
 
 
 def test_C44_a_port_in_use_is_named_with_the_way_out() -> None:
