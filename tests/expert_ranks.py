@@ -12,7 +12,6 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from expert_parallel.all_gather import AllGatherDispatcher
@@ -27,6 +26,7 @@ from kernels.rmsnorm import Norm
 from moe.model.experts import Experts
 from router.synthetic import skewed_routing
 from tests.compare import assert_same_bits
+from tests.ranks import world
 
 WIDTH, EXPERT_WIDTH = 20, 12  # no multiple of a record's alignment in fp32 or bf16
 
@@ -42,12 +42,6 @@ class Case:
     placement: Callable[[int, int], Placement] = Placement.contiguous
     ids: Callable[[Tensor], Tensor] | None = None  # makes other ids of the drawn ones
     row_cap: Callable[[int, int], int] | None = None  # by (number of ranks, top_k)
-
-
-def world(rank: int, num_ranks: int) -> ExpertGroup:
-    """The group of all ranks of a test."""
-    assert dist.group.WORLD is not None, "ranks are joined before a test's body begins"
-    return ExpertGroup(rank, num_ranks, dist.group.WORLD)
 
 
 def uneven(rank: int, num_ranks: int) -> int:

@@ -31,9 +31,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from expert_parallel.group import ExpertGroup
+
 _SERVER = multiprocessing.get_context("forkserver")
 # Takes effect when the server starts, with the first run. A name that cannot be imported is skipped there.
-_SERVER.set_forkserver_preload(["torch.distributed", "pytest", "moe.model.experts", "expert_parallel.group"])
+_SERVER.set_forkserver_preload(["torch.distributed", "pytest", "moe.model.experts"])
 
 _LAST_WORDS_S = 2.0
 """How long the other ranks may go on after a fault: their own tracebacks are printed below the first one."""
@@ -69,6 +71,12 @@ def run_ranks(
                 process.kill()
             for process in processes:
                 process.join()
+
+
+def world(rank: int, num_ranks: int) -> ExpertGroup:
+    """The group of all ranks of a joined run."""
+    assert dist.group.WORLD is not None, "the run is not joined"
+    return ExpertGroup(rank, num_ranks, dist.group.WORLD)
 
 
 def _run_rank(

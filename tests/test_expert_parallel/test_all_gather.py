@@ -29,9 +29,8 @@ from tests.expert_ranks import (
     run_case,
     run_cases,
     run_norms,
-    world,
 )
-from tests.ranks import run_ranks
+from tests.ranks import run_ranks, world
 
 
 def make_dispatcher(

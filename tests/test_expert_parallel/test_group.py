@@ -14,8 +14,7 @@ import pytest
 import torch
 
 from expert_parallel.group import RankValues, backend_of, bring_up, meet, rank_device, split
-from tests.expert_ranks import world
-from tests.ranks import run_ranks
+from tests.ranks import run_ranks, world
 
 ROOT = Path(__file__).resolve().parents[2]
 

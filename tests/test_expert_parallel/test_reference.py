@@ -10,7 +10,8 @@ from expert_parallel.dispatcher import ExpertInput
 from expert_parallel.placement import Placement
 from expert_parallel.reference import RankBatch, ReferenceRanks, Row
 from expert_parallel.rounds import Combine
-from tests.expert_ranks import COMBINES
+
+COMBINES: tuple[Combine, ...] = ("exact", "fast")
 
 
 def scaled(inputs: ExpertInput, held: tuple[int | None, ...]) -> Tensor:
@@ -46,7 +47,7 @@ def test_rows_by_hand() -> None:
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4, 8])  # 8: one expert a rank, fewer than K
-@pytest.mark.parametrize("combine", ["exact", "fast"])
+@pytest.mark.parametrize("combine", COMBINES)
 def test_C28_every_layout_gives_the_same_sum(num_ranks: int, combine: Combine) -> None:
     """x * (.4*8 + .3*1 + .2*4 + .1*6) = 4.9 x on every rank; -1 takes no part, another number is an error."""
     ids, weights = torch.tensor([[7, 0, 3, 5]], dtype=torch.int32), torch.tensor([[0.4, 0.3, 0.2, 0.1]])
