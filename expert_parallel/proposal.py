@@ -131,10 +131,13 @@ def _candidates(
     num_nodes = shape.num_nodes if policy == "hierarchical" else 1
     for load_E, now, anew in zip(loads_LE, current, rebalance(loads_LE, shape, policy=policy), strict=True):
         candidates = [now]
+        if not load_E.any():
+            yield load_E, candidates
+            continue
         limit = float(rank_loads(load_E[None], [anew]).max()) * (1 + TOLERANCE)
-        if load_E.any() and (num_nodes == 1 or not splits_groups(now, shape)):
+        if num_nodes == 1 or not splits_groups(now, shape):
             candidates.append(adjust(now, load_E, limit, num_nodes=num_nodes))
-        if load_E.any() and (len(candidates) == 1 or rank_loads(load_E[None], candidates[-1:]).max() > limit):
+        if len(candidates) == 1 or rank_loads(load_E[None], candidates[-1:]).max() > limit:
             candidates.append(keep_slots(now, anew, num_nodes=num_nodes))
         yield load_E, candidates
 

@@ -140,6 +140,11 @@ def check(load_E: np.ndarray, placement: Placement, shape: SlotShape) -> None:
             assert len(experts) == size
             assert len({e // group for e in experts}) == shape.num_groups // nodes
         parts = [sorted(experts) for experts in on_node]
+    # No slot stays empty that could hold a further replica.
+    for n, part in enumerate(parts):
+        slots_of_part = shape.slots_of_node(n) if len(parts) > 1 else shape.slots_per_rank
+        ranks_with_slots = sum(slots > 0 for slots in slots_of_part)
+        assert count_E[list(part)].sum() == min(sum(slots_of_part), len(part) * ranks_with_slots)
     # No expert's replicas carry more than one replica less of another would, unless it is on every rank of its part.
     share_E = load_E / count_E
     usable = sum(slots > 0 for slots in shape.slots_per_rank[: shape.ranks_per_node]) if len(parts) > 1 else None

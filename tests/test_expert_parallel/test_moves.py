@@ -44,9 +44,17 @@ def test_keep_slots_by_hand() -> None:
 
 
 def test_an_empty_slot_is_written_before_one_that_holds_an_expert() -> None:
-    current = Placement.of_ranks(3, [[0, None, 1], [2]])
+    current = Placement.of_ranks(3, [[1, None, 0], [2]])
     wanted = Placement.of_ranks(3, [[2, 0, None], [1]])
-    assert keep_slots(current, wanted).ranks == ((0, 2, None), (1,))
+    assert keep_slots(current, wanted).ranks == ((None, 2, 0), (1,))
+
+
+def test_names_stay_where_the_greedy_choice_keeps_less() -> None:
+    """Rank 0 has three experts in common with the new rank 1, then rank 1 has none left; as they are, 2 + 2 stay."""
+    current = Placement.of_ranks(7, [[0, 1, 2, 3, 4], [5, 6, None, None, None]])
+    wanted = Placement.of_ranks(7, [[0, 1, None, None, None], [2, 3, 4, 5, 6]])
+    kept = keep_slots(current, wanted)
+    assert kept.ranks == ((0, 1, None, None, None), (5, 6, 2, 3, 4))
 
 
 def test_ranks_with_other_numbers_of_slots_keep_their_names() -> None:

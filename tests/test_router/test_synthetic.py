@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from router.synthetic import skewed_routing
+from router.synthetic import _in_best_groups, skewed_routing
 
 
 def groups_of(ids_TK: torch.Tensor, group_size: int) -> list[int]:
@@ -18,6 +18,12 @@ def test_a_token_uses_few_groups() -> None:
     assert max(groups_of(limited, 4)) <= 2 < min(groups_of(free, 4))
     assert all(len(set(ids)) == 6 for ids in limited.tolist())
     assert limited.min() >= 0 and limited.max() < 32
+
+
+def test_the_best_groups_by_hand() -> None:
+    """Groups of three: 5 + 1, 3 + 3.5 and 4 + 1.5: the sum of the two best decides, not the best, not all three."""
+    kept_TE = _in_best_groups(torch.tensor([[5, 1, 0, 3, 3.5, -9, 4, 1.5, 1]]), num_groups=3, topk_groups=1)
+    assert kept_TE.isinf().tolist() == [[True] * 3 + [False] * 3 + [True] * 3]
 
 
 def test_all_groups_are_no_limit() -> None:
