@@ -24,10 +24,14 @@ from kernels.checks import (
     next_power_of_2,
     uses_triton,
 )
+from kernels.dependent_launch import dependent_launch, wait_for_inputs
 from kernels.kv_tiles import OnlineSoftmax, gather_kv_tile, tile_product
-from kernels.split_kv import merge_splits, num_splits, split_workspace, tokens_per_split
+from kernels.split_kv import SplitRule, merge_splits, split_bounds, split_workspace
+from kernels.tiles import TileConfig
 
-_SPLIT_LEN = 256  # keys of one program; longer only in sequences of more than 64 such splits
+# On an H200, 32 heads over 4 of 128, microseconds with splits of 128 / 256 / 512 keys: one sequence of 576 6.7 / 8.7 /
+# 13.2, 256 of 576 95 / 92 / 94, 64 of 4096 149 / 141 / 135.
+_SPLITS = SplitRule(128, few=8)
 
 _REFERENCE_TILE = 128  # keys visited at once by the reference, at multiples of this position
 
@@ -80,26 +84,26 @@ def _check_operands(
     )
 
 
-# Stage 1, per split of the keys: max = max_p s[p], total = sum_p 2^(s[p] - max), sum = sum_p 2^(s[p] - max) v[p],
-#   s[p] = scale * log2(e) * q . k[p]; stage 2 is kernels/split_kv.py
+# Per split of the keys: out = sum_p 2^s[p] v[p] / sum_p 2^s[p] and lse = log2(sum_p 2^s[p]), s[p] = scale * log2(e) *
+#   q . k[p]; a sequence of one split is done then, else kernels/split_kv.py merges
 #   q_ptr [B, H, C], k_ptr [N, P, G, C], v_ptr [N, P, G, V], one dtype, any strides but the last; int32: tables_ptr
-#   [B, M], kv_lens_ptr [B]; sums_ptr fp32 [B, S, H, V], stats_ptr fp32 [B, S, H, 2], contiguous
-#   grid (B, G, S): a program owns one split of one kv head with all its query heads, as the rows of one tile.
-#   fp32 accumulation. Rows from H / G on are zero queries, not written; keys outside [first, end) are not read: their
-#   score is -inf, their value 0. A split without keys writes nothing and is not read.
+#   [B, M], kv_lens_ptr [B]; out_ptr [B, H, V], parts_ptr fp32 [B, S, H, V], lse_ptr fp32 [B, S, H], contiguous
+#   grid (G, S, B): a program owns one split of one kv head with all its query heads, as the rows of one tile.
+#   fp32 accumulation. Rows from H / G on are zero queries, not written. Tiles stand at multiples of BLOCK_N; keys
+#   outside [first, end) are not read (the nearest key inside stands in) and weigh 0. A split without keys ends at once.
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["stride_tb"])
 def _decode_kernel(
     q_ptr,
     k_ptr,
     v_ptr,
     tables_ptr,
     kv_lens_ptr,
-    sums_ptr,
-    stats_ptr,
+    out_ptr,
+    parts_ptr,
+    lse_ptr,
     scale_log2,
-    page_size,
     num_heads,
     stride_qb,
     stride_qh,
@@ -111,60 +115,73 @@ def _decode_kernel(
     stride_vg,
     stride_tb,
     GROUP: tl.constexpr,
+    PAGE: tl.constexpr,
     WIDTH: tl.constexpr,
     VALUE_WIDTH: tl.constexpr,
     WINDOW: tl.constexpr,
     SPLIT_LEN: tl.constexpr,
+    FEW_SPLITS: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_V: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    sequence, split = tl.program_id(0).to(tl.int64), tl.program_id(2)
-    kv_head = tl.program_id(1).to(tl.int64)
+    wait_for_inputs(PDL)
+    kv_head, split, sequence = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2).to(tl.int64)
     kv_len = tl.load(kv_lens_ptr + sequence)
-    split_len = tokens_per_split(kv_len, SPLIT_LEN)
-    first, end = split * split_len, tl.minimum(kv_len, (split + 1) * split_len)
-    start_tile = first
-    if WINDOW > 0:
-        first = tl.maximum(first, kv_len - WINDOW)
-        start_tile = tl.maximum(start_tile, first // BLOCK_N * BLOCK_N)
-    if first >= end:
+    first, end, splits = split_bounds(kv_len, split, SPLIT_LEN, FEW_SPLITS, WINDOW)
+    if (first >= end) & (split > 0):
         return
     row = tl.arange(0, BLOCK_H)
     head = kv_head * GROUP + row
-    c, cv = tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_V)
-    q_ptrs = q_ptr + sequence * stride_qb + head[:, None] * stride_qh + c[None, :]
-    q = tl.load(q_ptrs, mask=(row < GROUP)[:, None] & (c < WIDTH)[None, :], other=0.0)
+    n, c, cv = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_V)
     table_ptr = tables_ptr + sequence * stride_tb
     k_ptr += kv_head * stride_kg
     v_ptr += kv_head * stride_vg
     maximum = tl.full((BLOCK_H,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_H,), tl.float32)
     acc = tl.zeros((BLOCK_H, BLOCK_V), tl.float32)
-    for start in range(start_tile, end, BLOCK_N):
-        key = start + tl.arange(0, BLOCK_N)
-        valid = (key >= first) & (key < end)
-        block = tl.load(table_ptr + key // page_size, mask=valid, other=0).to(tl.int64)
-        offset = (key % page_size).to(tl.int64)
-        k_ptrs = k_ptr + (block * stride_kn + offset * stride_kp)[:, None] + c[None, :]
-        k = tl.load(k_ptrs, mask=valid[:, None] & (c < WIDTH)[None, :], other=0.0)
+    # The table's entries are fetched a tile ahead, so that the loads of keys and values wait for no other load.
+    begin = first // BLOCK_N * BLOCK_N
+    index = tl.minimum(tl.maximum(begin + n, first), end - 1)
+    block = tl.load(table_ptr + index // PAGE, mask=index >= 0, other=0)
+    q_ptrs = q_ptr + sequence * stride_qb + head[:, None] * stride_qh + c[None, :]
+    q = tl.load(q_ptrs, mask=(row < GROUP)[:, None] & (c < WIDTH)[None, :], other=0.0)
+    for start in range(begin, end, BLOCK_N):
+        key = start + n
+        in_page = tl.minimum(tl.maximum(key, first), end - 1) % PAGE
+        next_index = tl.minimum(tl.maximum(key + BLOCK_N, first), end - 1)
+        next_block = tl.load(table_ptr + next_index // PAGE)
+        k_ptrs = k_ptr + (block.to(tl.int64) * stride_kn + in_page * stride_kp)[:, None] + c[None, :]
+        v_ptrs = v_ptr + (block.to(tl.int64) * stride_vn + in_page * stride_vp)[:, None] + cv[None, :]
+        if WIDTH == BLOCK_C:
+            k = tl.load(k_ptrs)
+        else:
+            k = tl.load(k_ptrs, mask=(c < WIDTH)[None, :], other=0.0)
+        if VALUE_WIDTH == BLOCK_V:
+            v = tl.load(v_ptrs)
+        else:
+            v = tl.load(v_ptrs, mask=(cv < VALUE_WIDTH)[None, :], other=0.0)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
-        scores = tl.where(valid[None, :], scores, float("-inf"))
+        scores = tl.where(((key >= first) & (key < end))[None, :], scores, float("-inf"))
         new_maximum = tl.maximum(maximum, tl.max(scores, axis=1))
         base = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
         weights = tl.exp2(scores - base[:, None])
         decay = tl.exp2(maximum - base)
         total = total * decay + tl.sum(weights, axis=1)
-        v_ptrs = v_ptr + (block * stride_vn + offset * stride_vp)[:, None] + cv[None, :]
-        v = tl.load(v_ptrs, mask=valid[:, None] & (cv < VALUE_WIDTH)[None, :], other=0.0)
         acc = tl.dot(weights.to(v.dtype), v, acc * decay[:, None], input_precision="ieee")
-        maximum = new_maximum
-    part = (sequence * tl.num_programs(2) + split) * num_heads + head
-    tl.store(stats_ptr + part * 2, maximum, mask=row < GROUP)
-    tl.store(stats_ptr + part * 2 + 1, total, mask=row < GROUP)
-    sums_ptrs = sums_ptr + part[:, None] * VALUE_WIDTH + cv[None, :]
-    tl.store(sums_ptrs, acc, mask=(row < GROUP)[:, None] & (cv < VALUE_WIDTH)[None, :])
+        maximum, block = new_maximum, next_block
+    real = (row < GROUP)[:, None] & (cv < VALUE_WIDTH)[None, :]
+    total = tl.where(total == 0.0, 1.0, total)
+    out = acc / total[:, None]
+    if splits <= 1:
+        out_ptrs = out_ptr + (sequence * num_heads + head)[:, None] * VALUE_WIDTH + cv[None, :]
+        tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=real)
+        return
+    part = (sequence * tl.num_programs(1) + split) * num_heads + head
+    tl.store(lse_ptr + part, maximum + tl.log2(total), mask=row < GROUP)
+    tl.store(parts_ptr + part[:, None] * VALUE_WIDTH + cv[None, :], out, mask=real)
 
 
 def attention_decode_triton(
@@ -185,38 +202,55 @@ def attention_decode_triton(
     group, wide = num_heads // num_kv_heads, q_BHC.dtype == torch.float32
     if num_sequences == 0 or max_kv_len == 0:
         return q_BHC.new_zeros(num_sequences, num_heads, value_width)
-    splits = num_splits(max_kv_len, _SPLIT_LEN)
-    sums_BSHV, stats_BSH2 = split_workspace(num_sequences, splits, num_heads, value_width, q_BHC.device)
-    _decode_kernel[(num_sequences, num_kv_heads, splits)](
+    splits = _SPLITS.most(max_kv_len, window)
+    tile = _decode_tile(wide, num_sequences * num_kv_heads * splits)
+    shape = (num_sequences, splits, num_heads, value_width)
+    parts_BSHV, lse_BSH = split_workspace(*shape, torch.float32, q_BHC.device)
+    out_BHV = q_BHC.new_empty(num_sequences, num_heads, value_width)
+    _decode_kernel[(num_kv_heads, splits, num_sequences)](
         q_BHC,
         k_cache_NPGC,
         v_cache_NPGV,
         block_tables_BM,
         kv_lens_B,
-        sums_BSHV,
-        stats_BSH2,
+        out_BHV,
+        parts_BSHV,
+        lse_BSH,
         scale * log2(e),
-        k_cache_NPGC.shape[1],
         num_heads,
         *q_BHC.stride()[:2],
         *k_cache_NPGC.stride()[:3],
         *v_cache_NPGV.stride()[:3],
         block_tables_BM.stride(0),
         GROUP=group,
+        PAGE=k_cache_NPGC.shape[1],
         WIDTH=width,
         VALUE_WIDTH=value_width,
         WINDOW=window,
-        SPLIT_LEN=_SPLIT_LEN,
+        SPLIT_LEN=_SPLITS.length,
+        FEW_SPLITS=_SPLITS.few,
         BLOCK_H=max(16, next_power_of_2(group)),
-        BLOCK_N=32 if wide else 64,
+        BLOCK_N=tile.block_n,
         BLOCK_C=max(16, next_power_of_2(width)),
         BLOCK_V=max(16, next_power_of_2(value_width)),
-        num_warps=4,
-        num_stages=1 if wide else 2,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+        **dependent_launch(q_BHC),
     )
-    out_BHV = q_BHC.new_empty(num_sequences, num_heads, value_width)
-    merge_splits(sums_BSHV, stats_BSH2, kv_lens_B, out_BHV, split_len=_SPLIT_LEN, window=window)
+    if splits > 1:
+        merge_splits(parts_BSHV, lse_BSH, kv_lens_B, out_BHV, _SPLITS, window=window)
     return out_BHV
+
+
+def _decode_tile(wide: bool, num_programs: int) -> TileConfig:
+    """Keys of a tile, warps and stages. Stages change no bit, the others do.
+
+    Three stages leave room for three programs a multiprocessor, two for four. On an H200 (132 multiprocessors), 32 heads
+    over 4, two and three stages: 256 programs of 512 keys 26 and 23 us, 512 of them 40 and 48 us.
+    """
+    if wide:
+        return TileConfig(16, 32, 0, num_warps=4, num_stages=1)
+    return TileConfig(16, 64, 0, num_warps=4, num_stages=2 if num_programs > 396 else 3)
 
 
 def attention_decode_reference(

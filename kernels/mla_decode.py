@@ -26,9 +26,13 @@ from kernels.checks import (
     next_power_of_2,
     uses_triton,
 )
+from kernels.dependent_launch import dependent_launch, wait_for_inputs
 from kernels.kv_tiles import OnlineSoftmax, gather_kv_tile, tile_product
-from kernels.split_kv import merge_splits, num_splits, split_workspace, tokens_per_split
+from kernels.mla_decode_hopper import mla_decode_hopper, runs_on_hopper
+from kernels.split_kv import SplitRule, merge_splits, split_bounds, split_workspace
+from kernels.tiles import TileConfig, device_generation
 
+_HOPPER = False
 _REFERENCE_TILE = 128  # keys visited at once by the reference, at multiples of this position
 
 
@@ -70,29 +74,29 @@ def _check_operands(
     )
 
 
-# Stage 1, per split of the keys: max = max_p s[p], total = sum_p 2^(s[p] - max), sum = sum_p 2^(s[p] - max) c[p],
-#   s[p] = scale * log2(e) * (q_latent . c[p] + q_pe . k_pe[p]); stage 2 is kernels/split_kv.py
+# Per split of the keys: out = sum_p 2^s[p] c[p] / sum_p 2^s[p] and lse = log2(sum_p 2^s[p]), s[p] = scale * log2(e) *
+#   (q_latent . c[p] + q_pe . k_pe[p]); a sequence of one split is done then, else kernels/split_kv.py merges
 #   q_latent_ptr [B, H, L], q_pe_ptr [B, H, R], cache_ptr [N, P, L + R], one dtype, any strides but the last;
-#   tables_ptr int32 [B, M], kv_lens_ptr int32 [B]; sums_ptr fp32 [B, S, H, L], stats_ptr fp32 [B, S, H, 2], contiguous
-#   grid (B * cdiv(H, BLOCK_H), S): a program owns one split of one sequence for BLOCK_H heads, the rows of one tile;
+#   tables_ptr int32 [B, M], kv_lens_ptr int32 [B]; out_ptr [B, H, L], parts_ptr [B, S, H, L], lse_ptr fp32
+#   [B, S, H], contiguous
+#   grid (cdiv(H, BLOCK_H), S, B): a program owns one split of one sequence for BLOCK_H heads, the rows of one tile;
 #   the head tiles of a split run side by side and share its latents in L2. A latent is loaded once, for both products.
-#   fp32 accumulation. Rows from H on are zero queries, not written; keys from kv_len on are not read.
-#   A split without keys writes nothing and is not read.
+#   fp32 accumulation. Rows from H on are zero queries, not written; keys outside [first, end) are not read (the nearest
+#   key inside stands in) and weigh 0. A split without keys ends at once.
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["stride_tb"])
 def _mla_kernel(
     q_latent_ptr,
     q_pe_ptr,
     cache_ptr,
     tables_ptr,
     kv_lens_ptr,
-    sums_ptr,
-    stats_ptr,
+    out_ptr,
+    parts_ptr,
+    lse_ptr,
     scale_log2,
-    page_size,
     num_heads,
-    head_tiles,
     stride_lb,
     stride_lh,
     stride_rb,
@@ -100,52 +104,79 @@ def _mla_kernel(
     stride_cn,
     stride_cp,
     stride_tb,
+    PAGE: tl.constexpr,
     LATENT: tl.constexpr,
     ROPE: tl.constexpr,
     SPLIT_LEN: tl.constexpr,
+    FEW_SPLITS: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_L: tl.constexpr,
     BLOCK_R: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    sequence, split = (tl.program_id(0) // head_tiles).to(tl.int64), tl.program_id(1)
+    wait_for_inputs(PDL)
+    split, sequence = tl.program_id(1), tl.program_id(2).to(tl.int64)
     kv_len = tl.load(kv_lens_ptr + sequence)
-    split_len = tokens_per_split(kv_len, SPLIT_LEN)
-    first, end = split * split_len, tl.minimum(kv_len, (split + 1) * split_len)
-    if first >= end:
+    first, end, splits = split_bounds(kv_len, split, SPLIT_LEN, FEW_SPLITS, 0)
+    if (first >= end) & (split > 0):
         return
-    head = (tl.program_id(0) % head_tiles) * BLOCK_H + tl.arange(0, BLOCK_H)
+    head = tl.program_id(0) * BLOCK_H + tl.arange(0, BLOCK_H)
     real = head < num_heads
-    l, r = tl.arange(0, BLOCK_L), tl.arange(0, BLOCK_R)
-    q_latent_ptrs = q_latent_ptr + sequence * stride_lb + head[:, None] * stride_lh + l[None, :]
-    q_latent = tl.load(q_latent_ptrs, mask=real[:, None] & (l < LATENT)[None, :], other=0.0)
-    q_pe_ptrs = q_pe_ptr + sequence * stride_rb + head[:, None] * stride_rh + r[None, :]
-    q_pe = tl.load(q_pe_ptrs, mask=real[:, None] & (r < ROPE)[None, :], other=0.0)
+    n, l, r = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_L), tl.arange(0, BLOCK_R)
+    # The table's entries are fetched a tile ahead, so that the loads of latents wait for no other load.
     table_ptr = tables_ptr + sequence * stride_tb
+    if PAGE % BLOCK_N == 0:  # a tile lies in one page
+        block = tl.load(table_ptr + first // PAGE, mask=first < end, other=0)
+    else:
+        index = tl.minimum(first + n, end - 1)
+        block = tl.load(table_ptr + index // PAGE, mask=index >= 0, other=0)
+    q_latent_ptrs = q_latent_ptr + sequence * stride_lb + (head * stride_lh)[:, None] + l[None, :]
+    q_latent = tl.load(q_latent_ptrs, mask=real[:, None] & (l < LATENT)[None, :], other=0.0)
+    q_pe_ptrs = q_pe_ptr + sequence * stride_rb + (head * stride_rh)[:, None] + r[None, :]
+    q_pe = tl.load(q_pe_ptrs, mask=real[:, None] & (r < ROPE)[None, :], other=0.0)
     maximum = tl.full((BLOCK_H,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_H,), tl.float32)
     acc = tl.zeros((BLOCK_H, BLOCK_L), tl.float32)
     for start in range(first, end, BLOCK_N):
-        key = start + tl.arange(0, BLOCK_N)
-        valid = key < end
-        block = tl.load(table_ptr + key // page_size, mask=valid, other=0).to(tl.int64)
-        row_ptrs = cache_ptr + block * stride_cn + (key % page_size).to(tl.int64) * stride_cp
-        latent = tl.load(row_ptrs[:, None] + l[None, :], mask=valid[:, None] & (l < LATENT)[None, :], other=0.0)
-        k_pe = tl.load(row_ptrs[:, None] + LATENT + r[None, :], mask=valid[:, None] & (r < ROPE)[None, :], other=0.0)
+        key = start + n
+        if PAGE % BLOCK_N == 0:
+            next_block = tl.load(table_ptr + tl.minimum(start + BLOCK_N, end - 1) // PAGE)
+            in_page = start % PAGE + tl.minimum(n, end - 1 - start)
+            row_ptrs = (cache_ptr + block.to(tl.int64) * stride_cn) + (in_page * stride_cp)[:, None]
+        else:
+            next_block = tl.load(table_ptr + tl.minimum(key + BLOCK_N, end - 1) // PAGE)
+            in_page = tl.minimum(key, end - 1) % PAGE
+            row_ptrs = cache_ptr + (block.to(tl.int64) * stride_cn + in_page * stride_cp)[:, None]
+        if LATENT == BLOCK_L:
+            latent = tl.load(row_ptrs + l[None, :])
+        else:
+            latent = tl.load(row_ptrs + l[None, :], mask=(l < LATENT)[None, :], other=0.0)
+        if ROPE == BLOCK_R:
+            k_pe = tl.load(row_ptrs + LATENT + r[None, :])
+        else:
+            k_pe = tl.load(row_ptrs + LATENT + r[None, :], mask=(r < ROPE)[None, :], other=0.0)
         scores = tl.dot(q_latent, tl.trans(latent), input_precision="ieee")
         scores = tl.dot(q_pe, tl.trans(k_pe), scores, input_precision="ieee") * scale_log2
-        scores = tl.where(valid[None, :], scores, float("-inf"))
+        scores = tl.where((key < end)[None, :], scores, float("-inf"))
         new_maximum = tl.maximum(maximum, tl.max(scores, axis=1))
         base = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
         weights = tl.exp2(scores - base[:, None])
         decay = tl.exp2(maximum - base)
         total = total * decay + tl.sum(weights, axis=1)
         acc = tl.dot(weights.to(latent.dtype), latent, acc * decay[:, None], input_precision="ieee")
-        maximum = new_maximum
+        maximum, block = new_maximum, next_block
+    real_columns = real[:, None] & (l < LATENT)[None, :]
+    total = tl.where(total == 0.0, 1.0, total)
+    out = acc / total[:, None]
+    if splits <= 1:
+        out_ptrs = out_ptr + (sequence * num_heads + head)[:, None] * LATENT + l[None, :]
+        tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=real_columns)
+        return
     part = (sequence * tl.num_programs(1) + split) * num_heads + head
-    tl.store(stats_ptr + part * 2, maximum, mask=real)
-    tl.store(stats_ptr + part * 2 + 1, total, mask=real)
-    tl.store(sums_ptr + part[:, None] * LATENT + l[None, :], acc, mask=real[:, None] & (l < LATENT)[None, :])
+    tl.store(lse_ptr + part, maximum + tl.log2(total), mask=real)
+    part_ptrs = parts_ptr + part[:, None] * LATENT + l[None, :]
+    tl.store(part_ptrs, out.to(parts_ptr.dtype.element_ty), mask=real_columns)
 
 
 def mla_decode_triton(
@@ -163,44 +194,77 @@ def mla_decode_triton(
     num_sequences, num_heads, latent = q_latent_BHL.shape
     if num_sequences == 0 or max_kv_len == 0:
         return q_latent_BHL.new_zeros(num_sequences, num_heads, latent)
-    split_len, wide = _split_len(num_heads), q_latent_BHL.dtype == torch.float32
-    block_h = 16 if num_heads <= 16 or wide else 32
-    splits, head_tiles = num_splits(max_kv_len, split_len), cdiv(num_heads, block_h)
-    sums_BSHL, stats_BSH2 = split_workspace(num_sequences, splits, num_heads, latent, q_latent_BHL.device)
-    _mla_kernel[(num_sequences * head_tiles, splits)](
+    rule, hopper = _split_rule(num_heads), _HOPPER and runs_on_hopper(q_latent_BHL, q_pe_BHR, cache_NPX)
+    wide = q_latent_BHL.dtype == torch.float32
+    splits = rule.most(max_kv_len)
+    # Latents come out of a norm, so a half holds their means, and rounds eight times finer than bf16 does in the end.
+    part_dtype = torch.float32 if wide else torch.float16
+    parts_BSHL, lse_BSH = split_workspace(num_sequences, splits, num_heads, latent, part_dtype, q_latent_BHL.device)
+    out_BHL = q_latent_BHL.new_empty(num_sequences, num_heads, latent)
+    operands = (q_latent_BHL, q_pe_BHR, cache_NPX, block_tables_BM, kv_lens_B, out_BHL, parts_BSHL, lse_BSH)
+    (mla_decode_hopper if hopper else _launch_mla)(*operands, rule, scale=scale)
+    if splits > 1:
+        merge_splits(parts_BSHL, lse_BSH, kv_lens_B, out_BHL, rule)
+    return out_BHL
+
+
+def _launch_mla(
+    q_latent_BHL: Tensor,
+    q_pe_BHR: Tensor,
+    cache_NPX: Tensor,
+    block_tables_BM: Tensor,
+    kv_lens_B: Tensor,
+    out_BHL: Tensor,
+    parts_BSHL: Tensor,
+    lse_BSH: Tensor,
+    rule: SplitRule,
+    *,
+    scale: float,
+) -> None:
+    """Fills out_BHL where a sequence has one split, parts_BSHL and lse_BSH elsewhere."""
+    num_sequences, splits, num_heads, latent = parts_BSHL.shape
+    tile = _mla_tile(q_latent_BHL.dtype, num_heads, device_generation(q_latent_BHL))
+    _mla_kernel[(cdiv(num_heads, tile.block_m), splits, num_sequences)](
         q_latent_BHL,
         q_pe_BHR,
         cache_NPX,
         block_tables_BM,
         kv_lens_B,
-        sums_BSHL,
-        stats_BSH2,
+        out_BHL,
+        parts_BSHL,
+        lse_BSH,
         scale * log2(e),
-        cache_NPX.shape[1],
         num_heads,
-        head_tiles,
         *q_latent_BHL.stride()[:2],
         *q_pe_BHR.stride()[:2],
         *cache_NPX.stride()[:2],
         block_tables_BM.stride(0),
+        PAGE=cache_NPX.shape[1],
         LATENT=latent,
         ROPE=q_pe_BHR.shape[2],
-        SPLIT_LEN=split_len,
-        BLOCK_H=block_h,
-        BLOCK_N=16 if wide else 32,
+        SPLIT_LEN=rule.length,
+        FEW_SPLITS=rule.few,
+        BLOCK_H=tile.block_m,
+        BLOCK_N=tile.block_n,
         BLOCK_L=max(16, next_power_of_2(latent)),
         BLOCK_R=max(16, next_power_of_2(q_pe_BHR.shape[2])),
-        num_warps=4 if block_h == 16 else 8,
-        num_stages=1 if wide else 2,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+        **dependent_launch(q_latent_BHL),
     )
-    out_BHL = q_latent_BHL.new_empty(num_sequences, num_heads, latent)
-    merge_splits(sums_BSHL, stats_BSH2, kv_lens_B, out_BHL, split_len=split_len, window=0)
-    return out_BHL
 
 
-def _split_len(num_heads: int) -> int:
-    """Keys of one program. With many heads a split's partial sums (H * L fp32) weigh as much as its keys."""
-    return 256 if num_heads <= 32 else 1024
+def _mla_tile(dtype: torch.dtype, num_heads: int, generation: int) -> TileConfig:
+    """Heads x keys of a program, where `mla_decode_hopper.py` does not serve."""
+    if dtype == torch.float32:
+        return TileConfig(16, 16, 0, num_warps=4, num_stages=1)
+    # A tile of 32 latents of 576 takes 36 KiB: two stages fit any card, three those with more shared memory.
+    return TileConfig(16 if num_heads <= 16 else 32, 32, 0, num_warps=4, num_stages=3 if generation >= 9 else 2)
+
+
+def _split_rule(num_heads: int) -> SplitRule:
+    """With many heads a split's result (H * L) weighs as much as its keys, and a program of few keys has work enough."""
+    return SplitRule(128, few=8) if num_heads <= 32 else SplitRule(512, few=4)
 
 
 def mla_decode_reference(

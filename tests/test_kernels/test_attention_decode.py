@@ -11,7 +11,7 @@ from kernels.attention_decode import (
     attention_decode_reference,
     attention_decode_triton,
 )
-from kernels.split_kv import MAX_SPLITS, _merge_splits_kernel, num_splits
+from kernels.split_kv import MAX_SPLITS, SplitRule, _merge_splits_kernel
 from tests.aot import ARCHS, aot, compile_ahead
 from tests.compare import assert_same_bits, max_rel
 from tests.paged_cache import assert_accurate, dense_attention, draw, index, paged_cache
@@ -122,11 +122,23 @@ def test_a_nan_key_of_one_sequence_stays_with_it(backend):
     assert_same_bits(run(attention_decode_triton, q_BHC, cache, 0)[[0, 2]], clean[[0, 2]])
 
 
-def test_splits_of_a_long_sequence_are_bounded():
-    """Every length has its splits inside the grid of any longer bound, and never more than the workspace holds."""
-    for kv_len in (1, 256, 257, 256 * 64, 256 * 64 + 1, 256 * 128, 100_000):
-        split_len = -(-kv_len // (256 * MAX_SPLITS.value)) * 256
-        assert -(-kv_len // split_len) <= num_splits(kv_len, 256) <= num_splits(2 * kv_len, 256) <= 64
+def splits_of(rule, kv_len):
+    """In plain numbers what the kernels do: 1, 2 or 4 times the length, then whole multiples of 4 times it."""
+    for factor in (1, 2):
+        if kv_len <= factor * rule.few * rule.length:
+            return -(-kv_len // (factor * rule.length))
+    unit = 4 * rule.length
+    return -(-kv_len // (-(-kv_len // (unit * MAX_SPLITS.value)) * unit))
+
+
+@pytest.mark.parametrize("rule", [SplitRule(128, few=8), SplitRule(512, few=4)])
+def test_splits_of_any_length_lie_inside_the_grid_of_any_longer_bound(rule):
+    bounds = [1, 127, 128, 129, 1023, 1024, 1025, 2048, 2049, 4096, 8192, 32768, 131072, 131073]
+    for bound in bounds:
+        most = rule.most(bound)
+        assert most <= MAX_SPLITS.value
+        assert all(splits_of(rule, kv_len) <= most for kv_len in range(1, bound + 1, 61)), bound
+        assert splits_of(rule, bound) <= most
 
 
 @pytest.mark.gpu
@@ -155,18 +167,20 @@ def test_C16_last_block_of_a_cache_above_two_to_the_31():
 @aot
 @pytest.mark.parametrize(
     ("arch", "dtype", "width", "block_n", "num_stages"),
-    [*((arch, "bf16", 128, 64, 2) for arch in ARCHS), (80, "fp16", 96, 64, 2), (80, "fp32", 128, 32, 1)],
+    [*((arch, "bf16", 128, 64, 3) for arch in ARCHS), (80, "fp16", 96, 64, 3), (80, "fp32", 128, 32, 1)],
 )
 def test_kernels_compile_ahead_of_time(arch, dtype, width, block_n, num_stages):
     pointers = {"q_ptr": f"*{dtype}", "k_ptr": f"*{dtype}", "v_ptr": f"*{dtype}", "tables_ptr": "*i32"}
-    pointers |= {"kv_lens_ptr": "*i32", "sums_ptr": "*fp32", "stats_ptr": "*fp32"}
-    numbers = {"scale_log2": "fp32", "page_size": "i32", "num_heads": "i32"}
+    pointers |= {"kv_lens_ptr": "*i32", "out_ptr": f"*{dtype}", "parts_ptr": "*fp32", "lse_ptr": "*fp32"}
+    numbers = {"scale_log2": "fp32", "num_heads": "i32"}
     strides = {f"stride_{name}": "i32" for name in ("qb", "qh", "kn", "kp", "kg", "vn", "vp", "vg", "tb")}
-    sizes = {"GROUP": 7, "WIDTH": width, "VALUE_WIDTH": width, "WINDOW": 512, "SPLIT_LEN": 256}
-    blocks = {"BLOCK_H": 16, "BLOCK_N": block_n, "BLOCK_C": 128, "BLOCK_V": 128}
+    sizes = {"GROUP": 7, "PAGE": 16, "WIDTH": width, "VALUE_WIDTH": width, "WINDOW": 512}
+    sizes |= {"SPLIT_LEN": 128, "FEW_SPLITS": 8}
+    blocks = {"BLOCK_H": 16, "BLOCK_N": block_n, "BLOCK_C": 128, "BLOCK_V": 128, "PDL": arch >= 90}
     args = {**pointers, **numbers, **strides, **sizes, **blocks}
     compile_ahead(_decode_kernel, arch, args, num_stages=num_stages)
-    pointers = {"sums_ptr": "*fp32", "stats_ptr": "*fp32", "kv_lens_ptr": "*i32", "out_ptr": f"*{dtype}"}
+    pointers = {"parts_ptr": "*fp32", "lse_ptr": "*fp32", "kv_lens_ptr": "*i32", "out_ptr": f"*{dtype}"}
     numbers = {"num_splits": "i32", "num_heads": "i32"}
-    sizes = {"VALUE_WIDTH": width, "BLOCK_V": 128, "SPLIT_LEN": 256, "WINDOW": 512}
-    compile_ahead(_merge_splits_kernel, arch, {**pointers, **numbers, **sizes}, num_warps=2)
+    sizes = {"VALUE_WIDTH": width, "BLOCK_V": 128, "BLOCK_H": 8, "BLOCK_S": 64, "WINDOW": 512}
+    sizes |= {"SPLIT_LEN": 128, "FEW_SPLITS": 8, "PDL": arch >= 90}
+    compile_ahead(_merge_splits_kernel, arch, {**pointers, **numbers, **sizes})

@@ -259,10 +259,11 @@ def test_kernels_compile_ahead_of_time(arch, dtype, width):
     )
     if width == 128:
         indices["kv_starts_ptr"] = None
-    numbers = {"lse_ptr": "*fp32", "scale_log2": "fp32", "page_size": "i32", "num_heads": "i32"}
+    numbers = {"lse_ptr": "*fp32", "scale_log2": "fp32", "num_heads": "i32"}
     strides = {f"stride_{name}": "i32" for name in ("qt", "qh", "kn", "kp", "kg", "vn", "vp", "vg", "tb")}
-    sizes = {"GROUP": 8, "WIDTH": width, "VALUE_WIDTH": min(width, 128), "WINDOW": 0 if width == 192 else 4096}
-    block_m, block_n = (32, 32) if dtype == "fp32" else (128, 64) if width <= 128 else (64, 32)
+    sizes = {"GROUP": 8, "PACK": 8, "PAGE": 16, "WIDTH": width, "VALUE_WIDTH": min(width, 128)}
+    sizes |= {"WINDOW": 0 if width == 192 else 4096, "PDL": arch >= 90}
+    block_m, block_n = (32, 32) if dtype == "fp32" else (128, 64)
     blocks = {"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_C": 64 if width == 80 else 128, "BLOCK_V": 128}
     args = {**pointers, **indices, **numbers, **strides, **sizes, **blocks, "BLOCK_REST": 64 if width == 192 else 16}
     options = {"num_warps": 8 if block_m == 128 else 4, "num_stages": 1 if dtype == "fp32" else 2}

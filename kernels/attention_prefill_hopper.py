@@ -1,0 +1,488 @@
+"""Causal attention of prompt chunks on Hopper (H100, H200): pages by TMA, products by wgmma, in Gluon. Same result as
+`kernels/attention_prefill.py`, whose reference defines it; bits of its own.
+
+Knows pages, positions and heads. Its idea: one warp copies pages of keys and values ahead of the others, from one piece
+of work into the next, and two groups of warps, each with 64 rows, take turns: one computes weights while the other
+multiplies. Every tile of keys stands at a fixed position and is worked on by the same instructions whatever the chunk.
+"""
+# pyright: reportCallIssue=false, reportArgumentType=false
+
+from __future__ import annotations
+
+from math import e, log2
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from kernels.checks import cdiv
+from kernels.dependent_launch import dependent_launch
+from kernels.tiles import device_generation
+
+_TILE = 128  # rows of a program: 64 for each of the two groups of warps
+
+
+def runs_on_hopper(q_THC: Tensor, k_cache_NPGC: Tensor, v_cache_NPGV: Tensor) -> bool:
+    """Whether this kernel takes this model's operands on this GPU: never a matter of the batch."""
+    page_size, _, value_width = v_cache_NPGV.shape[1:]
+    return (
+        device_generation(q_THC) == 9
+        and q_THC.dtype in (torch.bfloat16, torch.float16)
+        and q_THC.shape[2] in (64, 128, 192)
+        and value_width in (64, 128)
+        and page_size >= 8
+        and page_size & (page_size - 1) == 0
+        and all(_has_rows(cache) for cache in (k_cache_NPGC, v_cache_NPGV))
+    )
+
+
+def _has_rows(cache_NPGC: Tensor) -> bool:
+    """Whether the cache is rows of one pitch, a whole number of them from block to block, as TMA sees memory."""
+    block, token, head, _ = cache_NPGC.stride()
+    aligned = all(stride % 8 == 0 for stride in (token, head)) and cache_NPGC.data_ptr() % 16 == 0
+    return aligned and block % token == 0
+
+
+# out[i] = sum_j 2^(s[i, j] - max) v[j] / sum_j 2^(s[i, j] - max), s = scale * log2(e) * q . k, tiles of keys in order
+#   q_ptr [T, H, C], last stride 1; k_desc, v_desc: the caches as rows of all heads, boxes of min(PAGE, BLOCK_N) x 64,
+#   k_ratio, v_ratio rows from block to block; int32: tables_ptr [B, M], query_starts_ptr [B + 1], query_offsets_ptr,
+#   kv_lens_ptr, kv_starts_ptr (or None; multiples of the box) [B]; out_ptr [T, H, V], lse_ptr fp32 [T, H] contiguous
+#   grid: one program a multiprocessor at most; program i takes the pieces i, i + grid, ... of tiles x (H / PACK) x B, a
+#   piece being 128 / PACK queries of PACK heads that share a kv head, those that see the most keys first.
+#   fp32 accumulation. A tile that a row does not see leaves it exactly as it was. Of keys that no row sees, whole pages
+#   are not read (a neighbour stands in), and values are zeroed in shared memory. Rows past the chunk are not written.
+
+
+@gluon.jit
+def _piece(
+    index,
+    query_starts_ptr,
+    query_offsets_ptr,
+    kv_lens_ptr,
+    kv_starts_ptr,
+    num_pieces,
+    num_sequences,
+    head_tiles,
+    PACK: gl.constexpr,
+    WINDOW: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+):
+    """(sequence, first head, first row of the chunk, its length, first query of the piece in the chunk, its position,
+    and of keys: position of the first in the table, first seen, end in the table, first tile, end of the tiles)"""
+    QUERIES: gl.constexpr = 128 // PACK
+    sequence = index % num_sequences
+    head0 = index // num_sequences % head_tiles * PACK
+    in_chunk = (num_pieces - 1 - index) // (num_sequences * head_tiles) * QUERIES
+    first_row = gl.load(query_starts_ptr + sequence)
+    query_len = gl.load(query_starts_ptr + sequence + 1) - first_row
+    kv_start = 0
+    if kv_starts_ptr is not None:
+        kv_start = gl.load(kv_starts_ptr + sequence)
+    kv_end = kv_start + gl.load(kv_lens_ptr + sequence)
+    query = gl.load(query_offsets_ptr + sequence) + in_chunk
+    first = kv_start
+    if WINDOW > 0:
+        first = gl.maximum(first, query - WINDOW + 1)
+    end = gl.minimum(kv_end, query + gl.minimum(query_len - in_chunk, QUERIES))
+    begin = gl.where(first < end, first // BLOCK_N * BLOCK_N, end)
+    return sequence, head0, first_row, query_len, in_chunk, query, kv_start, first, kv_end, begin, end
+
+
+@gluon.jit
+def _copy_tile(
+    desc, table_ptr, chunks, bar, stage, start, kv_start, first_page, last_page, ratio, column, PAGE: gl.constexpr
+):
+    BLOCK_N: gl.constexpr = chunks.shape[1]
+    ROWS: gl.constexpr = PAGE if PAGE < BLOCK_N else BLOCK_N
+    COUNT: gl.constexpr = chunks.shape[0] // 2
+    for i in gl.static_range(BLOCK_N // ROWS):
+        index = gl.maximum(start + i * ROWS - kv_start, 0)
+        page = gl.minimum(gl.maximum(index // PAGE, first_page), last_page)
+        row = gl.load(table_ptr + page) * ratio + index % PAGE
+        for c in gl.static_range(COUNT):
+            place = chunks.index(stage * COUNT + c).slice(i * ROWS, ROWS, dim=0)
+            tma.async_copy_global_to_shared(desc, [row, column + c * 64], bar, place)
+
+
+@gluon.jit
+def _copy_keys_and_values(
+    k_desc,
+    v_desc,
+    tables_ptr,
+    query_starts_ptr,
+    query_offsets_ptr,
+    kv_lens_ptr,
+    kv_starts_ptr,
+    num_pieces,
+    num_sequences,
+    head_tiles,
+    k_ratio,
+    v_ratio,
+    stride_kg,
+    stride_vg,
+    stride_tb,
+    key_chunks,
+    value_chunks,
+    full_keys,
+    full_values,
+    empty_keys,
+    empty_values,
+    GROUP: gl.constexpr,
+    PACK: gl.constexpr,
+    PAGE: gl.constexpr,
+    WINDOW: gl.constexpr,
+):
+    BLOCK_N: gl.constexpr = key_chunks.shape[1]
+    tiles = 0
+    for piece in range(gl.program_id(0), num_pieces, gl.num_programs(0)):
+        sequence, head0, _, _, _, _, kv_start, first, kv_end, begin, end = _piece(
+            piece, query_starts_ptr, query_offsets_ptr, kv_lens_ptr, kv_starts_ptr, num_pieces, num_sequences,
+            head_tiles, PACK, WINDOW, BLOCK_N,
+        )  # fmt: skip
+        kv_head = head0 // GROUP
+        table_ptr = tables_ptr + sequence.to(gl.int64) * stride_tb
+        first_page, last_page = (first - kv_start) // PAGE, (kv_end - 1 - kv_start) // PAGE
+        for start in range(begin, end, BLOCK_N):
+            stage, phase = tiles % 2, ((tiles // 2) & 1) ^ 1
+            bar = full_keys.index(stage)
+            mbarrier.wait(empty_keys.index(stage), phase)
+            mbarrier.expect(bar, key_chunks.shape[0] // 2 * BLOCK_N * 128)
+            _copy_tile(
+                k_desc, table_ptr, key_chunks, bar, stage, start, kv_start, first_page, last_page, k_ratio,
+                kv_head * stride_kg, PAGE,
+            )  # fmt: skip
+            bar = full_values.index(stage)
+            mbarrier.wait(empty_values.index(stage), phase)
+            mbarrier.expect(bar, value_chunks.shape[0] // 2 * BLOCK_N * 128)
+            _copy_tile(
+                v_desc, table_ptr, value_chunks, bar, stage, start, kv_start, first_page, last_page, v_ratio,
+                kv_head * stride_vg, PAGE,
+            )  # fmt: skip
+            tiles += 1
+
+
+@gluon.jit
+def _fetch_queries(
+    q_ptr,
+    chunks,
+    first_chunk,
+    first_row,
+    query_len,
+    in_chunk,
+    head0,
+    stride_qt,
+    stride_qh,
+    HALF: gl.constexpr,
+    PACK: gl.constexpr,
+    COUNT: gl.constexpr,
+):
+    """Begin to copy a group's 64 rows to the chunks from `first_chunk` on; places of rows past the chunk stay as is."""
+    COPY: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    m = HALF * 64 + gl.arange(0, 64, gl.SliceLayout(1, COPY))
+    query = in_chunk + m // PACK
+    ptrs = q_ptr + ((first_row + query).to(gl.int64) * stride_qt + (head0 + m % PACK) * stride_qh)[:, None]
+    ptrs += gl.arange(0, 64, gl.SliceLayout(0, COPY))[None, :]
+    there = (query < query_len)[:, None]
+    for c in gl.static_range(COUNT):
+        async_copy.async_copy_global_to_shared(chunks.index(first_chunk + c), ptrs + c * 64, mask=there)
+    async_copy.commit_group()
+
+
+@gluon.jit
+def _zero_values(chunks, stage, start, first, end, COUNT: gl.constexpr):
+    """Values of keys outside [first, end), which may be anything. Both groups may do so at once."""
+    COPY: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    key = start + gl.arange(0, chunks.shape[1], gl.SliceLayout(1, COPY))
+    there = ((key >= first) & (key < end))[:, None]
+    for c in gl.static_range(COUNT):
+        chunk = chunks.index(stage * COUNT + c)
+        chunk.store(gl.where(there, chunk.load(COPY), 0.0).to(chunk.dtype))
+    fence_async_shared()
+
+
+@gluon.jit
+def _attend(
+    q_ptr,
+    query_starts_ptr,
+    query_offsets_ptr,
+    kv_lens_ptr,
+    kv_starts_ptr,
+    out_ptr,
+    lse_ptr,
+    scale_log2,
+    num_pieces,
+    num_sequences,
+    head_tiles,
+    num_heads,
+    stride_qt,
+    stride_qh,
+    query_chunks,
+    key_chunks,
+    values,
+    value_chunks,
+    full_keys,
+    full_values,
+    empty_keys,
+    empty_values,
+    HALF: gl.constexpr,
+    PACK: gl.constexpr,
+    WINDOW: gl.constexpr,
+    WIDTH: gl.constexpr,
+    BUFFERS: gl.constexpr,
+):
+    """64 rows of each piece, HALF 0 or 1. With two BUFFERS the next piece's queries come while this one is worked on."""
+    BLOCK_N: gl.constexpr = key_chunks.shape[1]
+    VALUE_WIDTH: gl.constexpr = values.shape[2]
+    COUNT: gl.constexpr = WIDTH // 64
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    SUM: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, VALUE_WIDTH, 16])
+    ROW: gl.constexpr = gl.SliceLayout(1, S)
+    SUM_ROW: gl.constexpr = gl.SliceLayout(1, SUM)
+    m = HALF * 64 + gl.arange(0, 64, ROW)
+    sum_m = HALF * 64 + gl.arange(0, 64, SUM_ROW)
+    n = gl.arange(0, BLOCK_N, gl.SliceLayout(0, S))
+    scale = gl.full([64, BLOCK_N], scale_log2, gl.float32, S)
+    tiles = 0
+    pieces = 0
+    if BUFFERS == 2:
+        _, head0, first_row, query_len, in_chunk, _, _, _, _, _, _ = _piece(
+            gl.program_id(0), query_starts_ptr, query_offsets_ptr, kv_lens_ptr, kv_starts_ptr, num_pieces,
+            num_sequences, head_tiles, PACK, WINDOW, BLOCK_N,
+        )  # fmt: skip
+        _fetch_queries(
+            q_ptr, query_chunks, HALF * COUNT, first_row, query_len, in_chunk, head0, stride_qt, stride_qh, HALF, PACK,
+            COUNT,
+        )  # fmt: skip
+    for piece in range(gl.program_id(0), num_pieces, gl.num_programs(0)):
+        _, head0, first_row, query_len, in_chunk, query0, kv_start, first, kv_end, begin, end = _piece(
+            piece, query_starts_ptr, query_offsets_ptr, kv_lens_ptr, kv_starts_ptr, num_pieces, num_sequences,
+            head_tiles, PACK, WINDOW, BLOCK_N,
+        )  # fmt: skip
+        buffer = pieces % BUFFERS * 2 * COUNT + HALF * COUNT
+        if BUFFERS == 1:
+            _fetch_queries(
+                q_ptr, query_chunks, buffer, first_row, query_len, in_chunk, head0, stride_qt, stride_qh, HALF, PACK,
+                COUNT,
+            )  # fmt: skip
+        async_copy.wait_group(0)
+        fence_async_shared()
+        pieces += 1
+        if BUFFERS == 2:
+            next_piece = gl.minimum(piece + gl.num_programs(0), num_pieces - 1)
+            _, next_head0, next_row, next_len, next_in_chunk, _, _, _, _, _, _ = _piece(
+                next_piece, query_starts_ptr, query_offsets_ptr, kv_lens_ptr, kv_starts_ptr, num_pieces, num_sequences,
+                head_tiles, PACK, WINDOW, BLOCK_N,
+            )  # fmt: skip
+            _fetch_queries(
+                q_ptr, query_chunks, pieces % 2 * 2 * COUNT + HALF * COUNT, next_row, next_len, next_in_chunk,
+                next_head0, stride_qt, stride_qh, HALF, PACK, COUNT,
+            )  # fmt: skip
+        query = query0 + m // PACK
+        first_query, last_query = query0 + HALF * 64 // PACK, query0 + (HALF * 64 + 63) // PACK
+        maximum = gl.full([64], float("-inf"), gl.float32, ROW)
+        total = gl.zeros([64], gl.float32, ROW)
+        out = gl.zeros([64, VALUE_WIDTH], gl.float32, SUM)
+        for start in range(begin, end, BLOCK_N):
+            stage, phase = tiles % 2, (tiles // 2) & 1
+            mbarrier.wait(full_keys.index(stage), phase)
+            s = gl.zeros([64, BLOCK_N], gl.float32, S)
+            for c in gl.static_range(COUNT):
+                k = key_chunks.index(stage * COUNT + c).permute((1, 0))
+                s = warpgroup_mma(query_chunks.index(buffer + c), k, s, use_acc=c > 0, is_async=True)
+            s = warpgroup_mma_wait(0, deps=[s])
+            mbarrier.arrive(empty_keys.index(stage))
+            edge = (start < first) | (start + BLOCK_N > kv_end) | (start + BLOCK_N > first_query + 1)
+            if WINDOW > 0:
+                edge = edge | (start <= last_query - WINDOW)
+            if edge:
+                key = (start + n)[None, :]
+                seen = (key >= first) & (key < kv_end) & (key <= query[:, None])
+                if WINDOW > 0:
+                    seen = seen & (key > query[:, None] - WINDOW)
+                s = gl.where(seen, s, float("-inf"))
+            new_maximum = gl.maximum(maximum, gl.max(s, axis=1) * scale_log2)
+            base = gl.where(new_maximum == float("-inf"), 0.0, new_maximum)
+            p = gl.exp2(gl.fma(s, scale, gl.zeros_like(s) - base[:, None]))
+            decay = gl.exp2(maximum - base)
+            total = gl.fma(total, decay, gl.sum(p, axis=1))
+            maximum = new_maximum
+            out = out * gl.convert_layout(decay, SUM_ROW)[:, None]
+            weights = gl.convert_layout(p.to(query_chunks.dtype), gl.DotOperandLayout(0, SUM, 2))
+            mbarrier.wait(full_values.index(stage), phase)
+            if (start < first) | (start + BLOCK_N > kv_end):
+                _zero_values(value_chunks, stage, start, first, kv_end, VALUE_WIDTH // 64)
+            token = warpgroup_mma(weights, values.index(stage), out, is_async=True)
+            out = warpgroup_mma_wait(0, deps=[token])
+            mbarrier.arrive(empty_values.index(stage))
+            tiles += 1
+        total = gl.where(total == 0.0, 1.0, total)
+        out = out / gl.convert_layout(total, SUM_ROW)[:, None]
+        row = ((first_row + in_chunk + sum_m // PACK).to(gl.int64) * num_heads + head0 + sum_m % PACK)[:, None]
+        ptrs = out_ptr + row * VALUE_WIDTH + gl.arange(0, VALUE_WIDTH, gl.SliceLayout(0, SUM))[None, :]
+        gl.store(ptrs, out.to(out_ptr.dtype.element_ty), mask=(in_chunk + sum_m // PACK < query_len)[:, None])
+        lse_row = (first_row + in_chunk + m // PACK).to(gl.int64) * num_heads + head0 + m % PACK
+        # A row without keys keeps -inf, its maximum. The factor, ln 2, turns log2 into ln.
+        lse = (maximum + gl.log2(total)) * 0.6931471805599453
+        gl.store(lse_ptr + lse_row, lse, mask=in_chunk + m // PACK < query_len)
+    async_copy.wait_group(0)
+
+
+@gluon.jit(do_not_specialize=["num_pieces", "num_sequences", "stride_tb"])
+def _prefill_kernel(
+    q_ptr,
+    k_desc,
+    v_desc,
+    tables_ptr,
+    query_starts_ptr,
+    query_offsets_ptr,
+    kv_lens_ptr,
+    kv_starts_ptr,
+    out_ptr,
+    lse_ptr,
+    scale_log2,
+    num_pieces,
+    num_sequences,
+    num_heads,
+    stride_qt,
+    stride_qh,
+    k_ratio,
+    v_ratio,
+    stride_kg,
+    stride_vg,
+    stride_tb,
+    GROUP: gl.constexpr,
+    PACK: gl.constexpr,
+    PAGE: gl.constexpr,
+    WIDTH: gl.constexpr,
+    VALUE_WIDTH: gl.constexpr,
+    WINDOW: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    BUFFERS: gl.constexpr,
+    PDL: gl.constexpr,
+):
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    head_tiles = num_heads // PACK
+    dtype: gl.constexpr = q_ptr.dtype.element_ty
+    K: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    query_chunks = gl.allocate_shared_memory(dtype, [BUFFERS * 2 * WIDTH // 64, 64, 64], K)
+    key_chunks = gl.allocate_shared_memory(dtype, [2 * WIDTH // 64, BLOCK_N, 64], K)
+    values = gl.allocate_shared_memory(dtype, [2, BLOCK_N, VALUE_WIDTH], K)
+    value_chunks = values._reinterpret(dtype, [2 * VALUE_WIDTH // 64, BLOCK_N, 64], K)
+    BAR: gl.constexpr = mbarrier.MBarrierLayout()
+    full_keys = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
+    full_values = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
+    empty_keys = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
+    empty_values = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
+    for i in gl.static_range(2):
+        mbarrier.init(full_keys.index(i), count=1)
+        mbarrier.init(full_values.index(i), count=1)
+        mbarrier.init(empty_keys.index(i), count=2)
+        mbarrier.init(empty_values.index(i), count=2)
+    fence_async_shared()
+    # fmt: off
+    gl.warp_specialize(
+        [
+            (_attend, (
+                q_ptr, query_starts_ptr, query_offsets_ptr, kv_lens_ptr, kv_starts_ptr, out_ptr, lse_ptr, scale_log2,
+                num_pieces, num_sequences, head_tiles, num_heads, stride_qt, stride_qh, query_chunks, key_chunks,
+                values, value_chunks, full_keys, full_values, empty_keys, empty_values, 0, PACK, WINDOW, WIDTH, BUFFERS,
+            )),
+            (_attend, (
+                q_ptr, query_starts_ptr, query_offsets_ptr, kv_lens_ptr, kv_starts_ptr, out_ptr, lse_ptr, scale_log2,
+                num_pieces, num_sequences, head_tiles, num_heads, stride_qt, stride_qh, query_chunks, key_chunks,
+                values, value_chunks, full_keys, full_values, empty_keys, empty_values, 1, PACK, WINDOW, WIDTH, BUFFERS,
+            )),
+            (_copy_keys_and_values, (
+                k_desc, v_desc, tables_ptr, query_starts_ptr, query_offsets_ptr, kv_lens_ptr, kv_starts_ptr, num_pieces,
+                num_sequences, head_tiles, k_ratio, v_ratio, stride_kg, stride_vg, stride_tb, key_chunks, value_chunks,
+                full_keys, full_values, empty_keys, empty_values, GROUP, PACK, PAGE, WINDOW,
+            )),
+        ],
+        [4, 1],
+        [240, 24],
+    )
+    # fmt: on
+
+
+def _rows(cache_NPGC: Tensor, box_rows: int) -> tuple[TensorDescriptor, int]:
+    """The cache as rows of all heads, in boxes of `box_rows` x 64, and how many rows lie from block to block."""
+    num_blocks, page_size, num_heads, width = cache_NPGC.shape
+    block, token, head, _ = cache_NPGC.stride()
+    ratio = block // token
+    shape = ((num_blocks - 1) * ratio + page_size, (num_heads - 1) * head + width)
+    rows = cache_NPGC.as_strided(shape, (token, 1))
+    return TensorDescriptor.from_tensor(rows, [box_rows, 64], gl.NVMMASharedLayout(128, 16, 2)), ratio
+
+
+def attention_prefill_hopper(
+    q_THC: Tensor,
+    k_cache_NPGC: Tensor,
+    v_cache_NPGV: Tensor,
+    block_tables_BM: Tensor,
+    query_starts_B1: Tensor,
+    query_offsets_B: Tensor,
+    kv_lens_B: Tensor,
+    kv_starts_B: Tensor | None,
+    out_THV: Tensor,
+    lse_TH: Tensor,
+    *,
+    scale: float,
+    window: int,
+    max_query_len: int,
+) -> None:
+    """Fills out_THV and lse_TH."""
+    num_heads, width = q_THC.shape[1:]
+    page_size, num_kv_heads, value_width = v_cache_NPGV.shape[1:]
+    num_sequences = block_tables_BM.shape[0]
+    group = num_heads // num_kv_heads
+    pack = min(group & -group, 64)
+    block_n = 128
+    k_desc, k_ratio = _rows(k_cache_NPGC, min(page_size, block_n))
+    v_desc, v_ratio = _rows(v_cache_NPGV, min(page_size, block_n))
+    num_pieces = cdiv(max_query_len * pack, _TILE) * (num_heads // pack) * num_sequences
+    programs = torch.cuda.get_device_properties(q_THC.device).multi_processor_count
+    _prefill_kernel[(min(num_pieces, programs),)](
+        q_THC,
+        k_desc,
+        v_desc,
+        block_tables_BM,
+        query_starts_B1,
+        query_offsets_B,
+        kv_lens_B,
+        kv_starts_B,
+        out_THV,
+        lse_TH,
+        scale * log2(e),
+        num_pieces,
+        num_sequences,
+        num_heads,
+        *q_THC.stride()[:2],
+        k_ratio,
+        v_ratio,
+        k_cache_NPGC.stride(2),
+        v_cache_NPGV.stride(2),
+        block_tables_BM.stride(0),
+        GROUP=group,
+        PACK=pack,
+        PAGE=page_size,
+        WIDTH=width,
+        VALUE_WIDTH=value_width,
+        WINDOW=window,
+        BLOCK_N=block_n,
+        BUFFERS=2 if width <= 128 else 1,  # of queries, as shared memory allows
+        num_warps=4,
+        **dependent_launch(q_THC),
+    )

@@ -1,0 +1,155 @@
+"""Prefill attention on Hopper: against fp64, the same bits however a prompt is cut, and what it leaves to the other."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kernels.attention_prefill import attention_prefill
+from kernels.attention_prefill_hopper import _prefill_kernel, runs_on_hopper
+from tests.aot import aot
+from tests.compare import assert_same_bits, max_rel
+from tests.gluon_aot import box, compile_gluon_ahead
+from tests.paged_cache import assert_accurate, dense_attention, draw, index, paged_cache, starts
+
+SHAPES = [
+    # heads, kv heads, width, value width, page, window
+    pytest.param(32, 4, 128, 128, 16, 0, id="qwen3"),
+    pytest.param(32, 8, 128, 128, 16, 100, id="mixtral-window"),
+    pytest.param(16, 16, 192, 128, 64, 0, id="mla-expanded"),
+    pytest.param(7, 1, 64, 64, 256, 0, id="seven-heads-page-above-a-tile"),
+    pytest.param(12, 4, 128, 64, 8, 1, id="three-heads-a-group-window-of-one"),
+]
+ENDS = [700, 129, 1, 64, 0, 300]
+
+
+def run(queries, cache, chunks, *, window=0, rows=None, slack=0, kv_starts=None, kv_lens=None):
+    """(out in fp32, lse) of chunks (offset, length), one for each sequence of `rows`."""
+    rows = list(range(len(chunks))) if rows is None else rows
+    lens = [length for _, length in chunks]
+    q_THC = torch.cat([queries[b][first : first + length] for b, (first, length) in zip(rows, chunks)])
+    assert runs_on_hopper(q_THC, cache.k_cache_NPGC, cache.v_cache_NPGV)
+    return attention_prefill(
+        q_THC,
+        cache.k_cache_NPGC,
+        cache.v_cache_NPGV,
+        cache.block_tables_BM[rows],
+        starts(lens, "cuda"),
+        index([first for first, _ in chunks], "cuda"),
+        index([sum(chunk) for chunk in chunks], "cuda") if kv_lens is None else kv_lens,
+        scale=q_THC.shape[2] ** -0.5,
+        window=window,
+        max_query_len=max(lens) + slack,
+        max_kv_len=max(sum(chunk) for chunk in chunks) + slack,
+        kv_starts_B=kv_starts,
+        return_lse=True,
+    )
+
+
+def draw_case(heads, kv_heads, width, value_width, page, dtype=torch.bfloat16):
+    sizes = {"page": page, "kv_heads": kv_heads, "width": width, "value_width": value_width}
+    cache = paged_cache(ENDS, **sizes, dtype=dtype, device="cuda")
+    return [draw(n, heads, width, dtype=dtype, device="cuda", seed=70 + b) for b, n in enumerate(ENDS)], cache
+
+
+def exact(queries, cache, chunks, window, dtype=torch.float64):
+    parts = []
+    for q, k, v, (first, length) in zip(queries, cache.keys, cache.values, chunks):
+        end = first + length
+        plan = {"scale": q.shape[2] ** -0.5, "query_offset": first, "window": window, "dtype": dtype}
+        parts.append(dense_attention(q[first:end], k[:end], v[:end], **plan))
+    return tuple(torch.cat(part) for part in zip(*parts))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("heads", "kv_heads", "width", "value_width", "page", "window"), SHAPES)
+def test_whole_prompts(dtype, heads, kv_heads, width, value_width, page, window):
+    """Pages hold NaN behind every prompt, tables hold wild ids behind every last page."""
+    queries, cache = draw_case(heads, kv_heads, width, value_width, page, dtype)
+    chunks = [(0, end) for end in ENDS]
+    out_THV, lse_TH = run(queries, cache, chunks, window=window, slack=300)
+    wanted, wanted_lse = exact(queries, cache, chunks, window)
+    assert_accurate(out_THV.to(dtype), exact(queries, cache, chunks, window, dtype)[0], wanted)
+    assert max_rel(lse_TH, wanted_lse) < 1e-5
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("heads", "kv_heads", "width", "value_width", "page", "window"), SHAPES)
+def test_a_row_has_the_same_bits_alone_together_and_chunked(heads, kv_heads, width, value_width, page, window):
+    queries, cache = draw_case(heads, kv_heads, width, value_width, page)
+    out_THV, lse_TH = run(queries, cache, [(0, end) for end in ENDS], window=window)
+    cuts = [0, 1, 33, 160, 161, 400, 700]
+    parts = [run(queries, cache, [(first, end - first)], window=window, rows=[0]) for first, end in zip(cuts, cuts[1:])]
+    assert_same_bits(torch.cat([part[0] for part in parts]), out_THV[:700])
+    assert_same_bits(torch.cat([part[1] for part in parts]), lse_TH[:700])
+    # Later chunks of three sequences in another order, and one that has no rows.
+    chunks, rows = [(200, 100), (0, 0), (100, 29), (699, 1)], [5, 3, 1, 0]
+    mixed, _ = run(queries, cache, chunks, window=window, rows=rows, slack=77)
+    first_row = starts(ENDS).tolist()
+    wanted = [out_THV[first_row[b] + at : first_row[b] + at + length] for b, (at, length) in zip(rows, chunks)]
+    assert_same_bits(mixed, torch.cat(wanted))
+
+
+@pytest.mark.gpu
+def test_rounds_of_keys_that_begin_later():
+    """The expanded keys of a round: kv_starts above 0, a sequence without keys in it, queries before its first key."""
+    queries, cache = draw_case(4, 4, 192, 128, 64)
+    rows, round_start = [0, 1, 5], 128
+    tables = cache.block_tables_BM[rows][:, round_start // 64 :].contiguous()
+    lens = [max(ENDS[b] - round_start, 0) for b in rows]
+    part = type(cache)(cache.k_cache_NPGC, cache.v_cache_NPGV, tables, index(lens, "cuda"), (), ())
+    chunks = [(100, 600), (0, 129), (290, 10)]
+    out_THV, lse_TH = run(
+        [queries[b] for b in rows],
+        part,
+        chunks,
+        kv_starts=index([round_start] * 3, "cuda"),
+        kv_lens=part.kv_lens_B,
+    )
+    wanted = [
+        dense_attention(
+            queries[b][first : first + length],
+            cache.keys[b][round_start:],
+            cache.values[b][round_start:],
+            scale=192**-0.5,
+            query_offset=first,
+            kv_start=round_start,
+        )
+        for b, (first, length) in zip(rows, chunks)
+    ]
+    empty = torch.cat([lse for _, lse in wanted]) == -torch.inf
+    assert bool(empty.any()) and bool((lse_TH[empty] == -torch.inf).all()) and bool((out_THV[empty] == 0).all())
+    assert max_rel(out_THV, torch.cat([out for out, _ in wanted])) < 2e-2
+    assert max_rel(lse_TH[~empty], torch.cat([lse for _, lse in wanted])[~empty]) < 1e-5
+
+
+def test_a_cpu_and_odd_shapes_are_left_to_the_other_kernel():
+    cache = paged_cache([5], page=16, width=128)
+    assert not runs_on_hopper(draw(5, 1, 128), cache.k_cache_NPGC, cache.v_cache_NPGV)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("page", "width", "value_width"), [(17, 128, 128), (16, 96, 64), (4, 64, 64)])
+def test_odd_shapes_are_left_to_the_other_kernel(page, width, value_width):
+    sizes = {"page": page, "width": width, "value_width": value_width, "dtype": torch.bfloat16, "device": "cuda"}
+    cache = paged_cache([5], **sizes)
+    q_THC = draw(5, 1, width, dtype=torch.bfloat16, device="cuda")
+    assert not runs_on_hopper(q_THC, cache.k_cache_NPGC, cache.v_cache_NPGV)
+
+
+@aot
+@pytest.mark.parametrize(("width", "value_width", "page", "window"), [(128, 128, 16, 0), (192, 128, 64, 4096)])
+def test_kernel_compiles_ahead_of_time(width, value_width, page, window):
+    pointers = {"q_ptr": "*bf16", "out_ptr": "*bf16", "lse_ptr": "*fp32", "scale_log2": "fp32"}
+    descriptors = dict.fromkeys(("k_desc", "v_desc"), box("bf16", min(page, 128), 64))
+    names = ("tables_ptr", "query_starts_ptr", "query_offsets_ptr", "kv_lens_ptr", "kv_starts_ptr")
+    indices: dict[str, str | None] = dict.fromkeys(names, "*i32")
+    if width == 128:
+        indices["kv_starts_ptr"] = None
+    numbers = ("num_pieces", "num_sequences", "num_heads", "k_ratio", "v_ratio")
+    strides = ("stride_qt", "stride_qh", "stride_kg", "stride_vg", "stride_tb")
+    sizes = {"GROUP": 8, "PACK": 8, "PAGE": page, "WIDTH": width, "VALUE_WIDTH": value_width, "WINDOW": window}
+    blocks = {"BLOCK_N": 128, "BUFFERS": 2 if width == 128 else 1, "PDL": True}
+    args = {**pointers, **descriptors, **indices, **dict.fromkeys(numbers + strides, "i32"), **sizes, **blocks}
+    compile_gluon_ahead(_prefill_kernel, args)

@@ -1,0 +1,121 @@
+"""MLA decode on Hopper: against fp64, the same bits in any company, and what it leaves to the other kernel."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kernels.mla_decode import mla_decode, mla_decode_reference
+from kernels.mla_decode_hopper import _few_heads_kernel, _many_heads_kernel, runs_on_hopper
+from tests.aot import aot
+from tests.compare import assert_same_bits, max_rel
+from tests.gluon_aot import box, compile_gluon_ahead
+from tests.paged_cache import assert_accurate, dense_attention, draw, index, paged_cache
+
+HEADS = [1, 16, 27, 64, 123, 128]  # up to 32 keys are rows, above heads are: one and two tiles, whole and not
+LENS = [1, 64, 100, 0, 257, 1025, 2000, 4097]  # around a tile of 64, splits of 128, 256, 512 and more
+
+
+def draw_case(heads, page, lens, dtype=torch.bfloat16):
+    """The cache as the engine lays it out, [N, P, 576]; NaN behind every sequence, wild ids behind every last page."""
+    cache = paged_cache(lens, page=page, width=576, dtype=dtype, device="cuda")
+    q_BHX = draw(len(lens), heads, 576, dtype=dtype, device="cuda", seed=7)
+    cache_NPX = cache.k_cache_NPGC[:, :, 0].contiguous()
+    assert runs_on_hopper(q_BHX[..., :512], q_BHX[..., 512:], cache_NPX)
+    return q_BHX, cache_NPX, cache
+
+
+def run(attend, q_BHX, cache_NPX, cache, max_kv_len=None, rows=slice(None)):
+    return attend(
+        q_BHX[rows, :, :512],
+        q_BHX[rows, :, 512:],
+        cache_NPX,
+        cache.block_tables_BM[rows],
+        cache.kv_lens_B[rows],
+        scale=0.05,
+        max_kv_len=int(cache.kv_lens_B[rows].max()) if max_kv_len is None else max_kv_len,
+    )
+
+
+def exact(q_BHX, cache, dtype=torch.float64):
+    rows = [
+        dense_attention(q[None], x, x[..., :512], scale=0.05, query_offset=x.shape[0] - 1, dtype=dtype)[0]
+        for q, x in zip(q_BHX, cache.keys)
+    ]
+    return torch.cat(rows)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("page", [16, 64, 128])
+@pytest.mark.parametrize("heads", HEADS)
+def test_kernel(heads, page, dtype):
+    q_BHX, cache_NPX, cache = draw_case(heads, page, LENS, dtype)
+    ours = run(mla_decode, q_BHX, cache_NPX, cache)
+    assert_accurate(ours, exact(q_BHX, cache, dtype), exact(q_BHX, cache))
+    assert bool((ours[LENS.index(0)] == 0).all())
+    assert max_rel(ours, run(mla_decode_reference, q_BHX, cache_NPX, cache)) < 2e-2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads", [16, 128])
+def test_a_row_has_the_same_bits_in_any_company(heads):
+    lens = [1 + 37 * b % 1500 for b in range(64)] + LENS
+    q_BHX, cache_NPX, cache = draw_case(heads, 64, lens)
+    together = run(mla_decode, q_BHX, cache_NPX, cache)
+    assert_same_bits(run(mla_decode, q_BHX, cache_NPX, cache, max_kv_len=32768), together)
+    backwards = list(range(len(lens)))[::-1]
+    assert_same_bits(run(mla_decode, q_BHX, cache_NPX, cache, rows=backwards)[backwards], together)
+    for b in range(len(lens)):
+        alone = run(mla_decode, q_BHX, cache_NPX, cache, rows=slice(b, b + 1), max_kv_len=4200)
+        assert_same_bits(alone, together[b : b + 1])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads", [16, 128])
+def test_a_nan_latent_of_one_sequence_stays_with_it(heads):
+    q_BHX, cache_NPX, cache = draw_case(heads, 64, [200, 200, 200])
+    clean = run(mla_decode, q_BHX, cache_NPX, cache)
+    cache_NPX[cache.block_tables_BM[1, 0].long(), 3] = torch.nan
+    poisoned = run(mla_decode, q_BHX, cache_NPX, cache)
+    assert poisoned[1].isnan().all()
+    assert_same_bits(poisoned[[0, 2]], clean[[0, 2]])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads", [16, 128])
+def test_C16_last_block_of_a_cache_above_two_to_the_31(heads):
+    page = 64
+    num_blocks = 2**31 // (page * 576) + 2
+    cache_NPX = torch.full((num_blocks, page, 576), torch.nan, dtype=torch.bfloat16, device="cuda")
+    cache_NPX[-1] = draw(page, 576, dtype=torch.bfloat16, device="cuda")
+    q_BHX = draw(1, heads, 576, dtype=torch.bfloat16, device="cuda", seed=1)
+    table_BM, lens = index([num_blocks - 1], "cuda").view(1, 1), index([page], "cuda")
+    out = mla_decode(q_BHX[..., :512], q_BHX[..., 512:], cache_NPX, table_BM, lens, scale=0.05, max_kv_len=page)
+    rows = cache_NPX[-1, :, None]
+    assert max_rel(out, dense_attention(q_BHX, rows, rows[..., :512], scale=0.05, query_offset=page - 1)[0]) < 2e-2
+
+
+def test_a_cpu_is_left_to_the_other_kernel():
+    q_BHX = draw(1, 16, 576)
+    assert not runs_on_hopper(q_BHX[..., :512], q_BHX[..., 512:], draw(4, 64, 576))
+
+
+@aot
+@pytest.mark.parametrize("page", [16, 64])
+@pytest.mark.parametrize(
+    ("kernel", "block_h"), [(_few_heads_kernel, 16), (_few_heads_kernel, 32), (_many_heads_kernel, 64)]
+)
+def test_kernels_compile_ahead_of_time(kernel, block_h, page):
+    pointers = {"q_latent_ptr": "*bf16", "q_pe_ptr": "*bf16", "out_ptr": "*bf16", "parts_ptr": "*fp16"}
+    pointers |= {
+        "tables_ptr": "*i32",
+        "kv_lens_ptr": "*i32",
+        "lse_ptr": "*fp32",
+        "desc": box("bf16", min(page, 64), 64),
+    }
+    numbers = ("num_pieces", "num_sequences", "num_splits", "num_heads")
+    strides = ("stride_lb", "stride_lh", "stride_rb", "stride_rh", "stride_tb")
+    sizes = {"PAGE": page, "SPLIT_LEN": 128, "FEW_SPLITS": 8, "BLOCK_H": block_h, "STAGES": 2, "PDL": True}
+    args = {**pointers, "scale_log2": "fp32", **dict.fromkeys(numbers + strides, "i32"), **sizes}
+    compile_gluon_ahead(kernel, args)
