@@ -44,8 +44,8 @@ def combine_norm(
 ) -> tuple[Tensor, Tensor]:
     """`rmsnorm_residual` of `combine` (+ shared): (normalised rows, new residual), each in the model dtype.
 
-    Every step rounds as it does alone: the sum, the sum with the shared rows, the new residual. `combine_norm_reference`
-    is the definition.
+    Every step rounds as it does alone: the sum, the sum with the shared rows, the new residual.
+    `combine_norm_reference` is the definition.
     """
     run = combine_norm_triton if uses_triton(y_RD) else combine_norm_reference
     return run(y_RD, packed_row_TK, weights_TK, residual_TD, norm_D, eps, shared_TD)
@@ -185,7 +185,7 @@ def combine_norm_triton(
     _check_operands(y_RD, packed_row_TK, weights_TK)
     _check_norm(y_RD, packed_row_TK, residual_TD, norm_D, shared_TD)
     (num_tokens, top_k), num_columns = packed_row_TK.shape, y_RD.shape[1]
-    out_TD, sum_TD = (y_RD.new_empty(num_tokens, num_columns) for _ in range(2))
+    out_TD, sum_TD = y_RD.new_empty(num_tokens, num_columns), y_RD.new_empty(num_tokens, num_columns)
     if out_TD.numel() == 0:
         return out_TD, sum_TD
     block_r, block_d, num_warps = norm_tile(num_columns)

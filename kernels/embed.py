@@ -63,7 +63,7 @@ def embed_norm_triton(token_ids_T: Tensor, weight_VD: Tensor, norm: Norm) -> tup
     """`embed_norm` as one launch."""
     _check_operands(token_ids_T, weight_VD, norm)
     num_tokens, (num_ids, num_columns) = token_ids_T.shape[0], weight_VD.shape
-    rows_TD, out_TD = (weight_VD.new_empty(num_tokens, num_columns) for _ in range(2))
+    rows_TD, out_TD = weight_VD.new_empty(num_tokens, num_columns), weight_VD.new_empty(num_tokens, num_columns)
     if num_tokens == 0:
         return out_TD, rows_TD
     block_r, block_d, num_warps = norm_tile(num_columns)

@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.checks import assert_dtype, assert_same_device, assert_shape, cdiv, next_power_of_2, uses_triton
+from kernels.checks import cdiv, next_power_of_2, uses_triton
 from kernels.dependent_launch import dependent_launch, wait_for_inputs
 
 
@@ -117,7 +117,8 @@ def _pack_slots_kernel(
         place += _write_rows(row_token_ptr, packed_row_ptr, start + row, mine, place, has_slot, TOP_K)
 
 
-# Many rows, three launches: count the slots of each block of rows, sum up the blocks of each slot, then rank and write.
+# Many rows, four launches: count the slots of each block of rows, sum up the blocks of each slot, sum up the slots,
+# then rank and write.
 #   block_counts_ptr int32 [S, NB], NB = cdiv(R, BLOCK): counts, then their exclusive sums over the blocks
 #   slot_counts_ptr int32 [S]
 # Everything is a sum of integers in a fixed place: no atomics on global memory, no order to see.
@@ -160,22 +161,28 @@ def _sum_blocks_kernel(block_counts_ptr, slot_counts_ptr, num_blocks, BLOCK_B: t
     tl.store(slot_counts_ptr + slot, total)
 
 
+@triton.jit
+def _sum_slots_kernel(slot_counts_ptr, offsets_ptr, num_slots, BINS: tl.constexpr, PDL: tl.constexpr):
+    wait_for_inputs(PDL)
+    slot = tl.arange(0, BINS)
+    count = tl.load(slot_counts_ptr + slot, mask=slot < num_slots, other=0)
+    tl.store(offsets_ptr + slot, tl.cumsum(count, axis=0) - count, mask=slot <= num_slots)
+
+
 @triton.jit(do_not_specialize=["num_rows", "num_blocks"])
 def _rank_kernel(
     ids_ptr,
     slot_of_ptr,
     block_sums_ptr,
-    slot_counts_ptr,
+    offsets_ptr,
     row_token_ptr,
     packed_row_ptr,
-    offsets_ptr,
     num_rows,
     num_experts,
     num_slots,
     num_blocks,
     TOP_K: tl.constexpr,
     BLOCK: tl.constexpr,
-    BINS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     wait_for_inputs(PDL)
@@ -184,13 +191,7 @@ def _rank_kernel(
     row = block * BLOCK + lane
     slot = _load_slots(ids_ptr, slot_of_ptr, row, num_rows, num_experts, num_slots)
     here = slot < num_slots
-    # Where each slot begins: every program sums it up again from the few slot counts.
-    counted = tl.arange(0, BINS)
-    count = tl.load(slot_counts_ptr + counted, mask=counted < num_slots, other=0)
-    start = tl.cumsum(count, axis=0) - count
-    if block == 0:
-        tl.store(offsets_ptr + counted, start, mask=counted <= num_slots)
-    packed = tl.gather(start, tl.minimum(slot, num_slots), 0)
+    packed = tl.load(offsets_ptr + slot, mask=here, other=0)
     packed += tl.load(block_sums_ptr + slot.to(tl.int64) * num_blocks + block, mask=here, other=0)
     # Earlier rows of the same slot in this block.
     earlier = (slot[None, :] == slot[:, None]) & (lane[None, :] < lane[:, None])
@@ -200,7 +201,7 @@ def _rank_kernel(
 
 
 def pack_triton(expert_ids_TK: Tensor, slot_of_E: Tensor, num_slots: int) -> Packed:
-    """`pack` in one launch for few rows, in three for many."""
+    """`pack` in one launch for few rows, in four for many."""
     num_rows = expert_ids_TK.numel()
     return (pack_slots_triton if num_rows <= _ONE_LAUNCH_ROWS else pack_counts_triton)(
         expert_ids_TK, slot_of_E, num_slots
@@ -209,12 +210,13 @@ def pack_triton(expert_ids_TK: Tensor, slot_of_E: Tensor, num_slots: int) -> Pac
 
 def _empty_packed(expert_ids_TK: Tensor, num_slots: int) -> Packed:
     num_rows = expert_ids_TK.numel()
-    device = expert_ids_TK.device
-    row_token_R = torch.empty(num_rows, dtype=torch.int32, device=device)
-    packed_row_TK = torch.empty(expert_ids_TK.shape, dtype=torch.int32, device=device)
     # Without rows no kernel runs, and the offsets are all zero.
-    new_offsets = torch.empty if num_rows else torch.zeros
-    return Packed(row_token_R, packed_row_TK, new_offsets(num_slots + 1, dtype=torch.int32, device=device))
+    new_offsets = expert_ids_TK.new_empty if num_rows else expert_ids_TK.new_zeros
+    return Packed(
+        row_token_R=expert_ids_TK.new_empty(num_rows),
+        packed_row_TK=expert_ids_TK.new_empty(expert_ids_TK.shape),
+        offsets_S1=new_offsets(num_slots + 1),
+    )
 
 
 def pack_slots_triton(expert_ids_TK: Tensor, slot_of_E: Tensor, num_slots: int) -> Packed:
@@ -241,7 +243,7 @@ def pack_slots_triton(expert_ids_TK: Tensor, slot_of_E: Tensor, num_slots: int) 
 
 
 def pack_counts_triton(expert_ids_TK: Tensor, slot_of_E: Tensor, num_slots: int) -> Packed:
-    """`pack` as a counting sort, in three launches."""
+    """`pack` as a counting sort, in four launches."""
     _check_operands(expert_ids_TK, slot_of_E, num_slots)
     packed = _empty_packed(expert_ids_TK, num_slots)
     num_rows, top_k = expert_ids_TK.numel(), expert_ids_TK.shape[1]
@@ -255,27 +257,27 @@ def pack_counts_triton(expert_ids_TK: Tensor, slot_of_E: Tensor, num_slots: int)
     options: dict[str, Any] = {"num_warps": 4, **dependent_launch(ids_TK)}
     _count_kernel[(num_blocks,)](ids_TK, slot_of_E, block_counts_SN, *sizes, BLOCK=_BLOCK, BINS=bins, **options)
     _sum_blocks_kernel[(num_slots,)](block_counts_SN, slot_counts_S, num_blocks, BLOCK_B=1024, **options)
+    _sum_slots_kernel[(1,)](slot_counts_S, packed.offsets_S1, num_slots, BINS=bins, **options)
     _rank_kernel[(num_blocks,)](
         ids_TK,
         slot_of_E,
         block_counts_SN,
-        slot_counts_S,
-        *packed,
+        packed.offsets_S1,
+        packed.row_token_R,
+        packed.packed_row_TK,
         *sizes,
         TOP_K=top_k,
         BLOCK=_BLOCK,
-        BINS=bins,
         **options,
     )
     return packed
 
 
 def _check_operands(expert_ids_TK: Tensor, slot_of_E: Tensor, num_slots: int) -> None:
-    assert_shape("expert_ids_TK", expert_ids_TK, (None, None))
-    assert_dtype("expert_ids_TK", expert_ids_TK, torch.int32)
-    assert_shape("slot_of_E", slot_of_E, (None,))
-    assert_dtype("slot_of_E", slot_of_E, torch.int32)
-    assert_same_device(expert_ids_TK, slot_of_E=slot_of_E)
+    """Few comparisons: this runs before every launch of a layer, and the device waits for it."""
+    given = (expert_ids_TK.dim(), slot_of_E.dim(), expert_ids_TK.dtype, slot_of_E.dtype, slot_of_E.device)
+    wanted = (2, 1, torch.int32, torch.int32, expert_ids_TK.device)
+    assert given == wanted, f"expert_ids_TK and slot_of_E are {given}, wanted {wanted}"
     assert num_slots >= 1, f"num_slots={num_slots}; a rank holds at least one slot"
     assert expert_ids_TK.numel() < 2**31, f"{expert_ids_TK.numel()} rows do not fit int32 row numbers"
 

@@ -246,7 +246,7 @@ def qk_rope_store_triton(
     _check_heads(q_THC, k_TGC, v_TGC, norms, rope, k_cache_NPGC, v_cache_NPGC, slot_mapping_T)
     num_tokens, num_heads, width = q_THC.shape
     num_kv_heads, half = k_TGC.shape[1], rope.cos_sin_PR.shape[1] // 2
-    out_THC = torch.empty((num_tokens, num_heads, width), dtype=q_THC.dtype, device=q_THC.device)
+    out_THC = q_THC.new_empty(num_tokens, num_heads, width)
     if num_tokens == 0:
         return out_THC
     block_h, block_c, num_warps = norm_tile(width)

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.checks import assert_last_contiguous, assert_same_device, assert_shape, cdiv, next_power_of_2, uses_triton
+from kernels.checks import assert_last_contiguous, cdiv, next_power_of_2, uses_triton
 from kernels.dependent_launch import dependent_launch, wait_for_inputs
 
 
@@ -109,7 +109,7 @@ def _rmsnorm_kernel(
 def rmsnorm_triton(x_C: Tensor, weight_C: Tensor, eps: float) -> Tensor:
     """`rmsnorm` as one launch. With more than two leading dimensions, x is first made contiguous."""
     _check_operands(x_C, weight_C)
-    y_C = torch.empty(x_C.shape, dtype=x_C.dtype, device=x_C.device)
+    y_C = x_C.new_empty(x_C.shape)
     if x_C.dim() == 3:
         x_ABC = x_C
     elif x_C.dim() == 2:
@@ -124,7 +124,7 @@ def rmsnorm_residual_triton(x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor,
     """`rmsnorm_residual` as one launch."""
     _check_operands(x_TD, weight_D)
     _check_residual(x_TD, residual_TD)
-    y_TD, sum_TD = (torch.empty(x_TD.shape, dtype=x_TD.dtype, device=x_TD.device) for _ in range(2))
+    y_TD, sum_TD = x_TD.new_empty(x_TD.shape), x_TD.new_empty(x_TD.shape)
     _launch(x_TD.unsqueeze(1), residual_TD, weight_D, y_TD, sum_TD, eps)
     return y_TD, sum_TD
 
@@ -158,20 +158,17 @@ def _launch(
 
 
 def _check_operands(x_C: Tensor, weight_C: Tensor) -> None:
-    assert_shape("weight_C", weight_C, (x_C.shape[-1],))
-    assert x_C.dtype == weight_C.dtype, f"x_C is {x_C.dtype}, weight_C {weight_C.dtype}; a norm takes one dtype"
+    """Few comparisons: this runs before every launch of a layer, and the device waits for it."""
+    given, wanted = (weight_C.shape, weight_C.dtype, weight_C.device), (x_C.shape[-1:], x_C.dtype, x_C.device)
+    assert given == wanted, f"weight_C is {given}, the rows {wanted}; a norm takes one width, dtype and device"
     assert_last_contiguous("x_C", x_C)
-    assert_same_device(x_C, weight_C=weight_C)
 
 
 def _check_residual(x_TD: Tensor, residual_TD: Tensor) -> None:
     assert x_TD.dim() == 2, f"x_TD has shape {tuple(x_TD.shape)}; a residual goes with rows [T, D]"
-    assert_shape("residual_TD", residual_TD, tuple(x_TD.shape))
-    assert x_TD.dtype == residual_TD.dtype, (
-        f"x_TD is {x_TD.dtype}, residual_TD {residual_TD.dtype}; they share one dtype"
-    )
+    given, wanted = (residual_TD.shape, residual_TD.dtype, residual_TD.device), (x_TD.shape, x_TD.dtype, x_TD.device)
+    assert given == wanted, f"residual_TD is {given}, the rows {wanted}; they share shape, dtype and device"
     assert_last_contiguous("residual_TD", residual_TD)
-    assert_same_device(x_TD, residual_TD=residual_TD)
 
 
 def rmsnorm_reference(x_C: Tensor, weight_C: Tensor, eps: float) -> Tensor:

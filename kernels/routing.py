@@ -175,14 +175,14 @@ def _losers_to_minus_inf(
     return tl.where(tl.reshape(kept, (BLOCK_T, BLOCK_G * BLOCK_S)) != 0, selection, -float("inf"))
 
 
-@triton.jit
-def route_tile(
+# Sizes of the batch are not specialised on: a kernel compiled in the middle of a run would stall it.
+@triton.jit(do_not_specialize=["num_tokens", "stride_p"])
+def _route_kernel(
     parts_ptr,
     bias_ptr,
     real_ptr,
     ids_ptr,
     weights_ptr,
-    first_token,
     num_tokens,
     stride_p,
     stride_t,
@@ -200,9 +200,10 @@ def route_tile(
     BLOCK_G: tl.constexpr,
     BLOCK_S: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    """Routes BLOCK_T tokens from `first_token` on."""
-    token = first_token + tl.arange(0, BLOCK_T)
+    wait_for_inputs(PDL)
+    token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     in_batch = (token < num_tokens)[:, None]
     place = tl.arange(0, BLOCK_G * BLOCK_S)[None, :]
     group_size: tl.constexpr = NUM_EXPERTS // NUM_GROUPS
@@ -212,8 +213,7 @@ def route_tile(
     logits = tl.zeros((BLOCK_T, BLOCK_G * BLOCK_S), tl.float32)
     for part in tl.static_range(NUM_PARTS):
         part_ptr = parts_ptr + part * stride_p + token.to(tl.int64)[:, None] * stride_t + expert
-        # Past the L1 cache: another program of the same launch may have written it.
-        logits += tl.load(part_ptr, mask=used, other=0.0, cache_modifier=".cg")
+        logits += tl.load(part_ptr, mask=used, other=0.0)
     logits = tl.where(used, logits, -float("inf"))
     if SIGMOID:
         scores = tl.div_rn(1.0, 1.0 + tl.exp(-logits))
@@ -263,41 +263,6 @@ def route_tile(
     tl.store(weights_ptr + out, weights, mask=wanted)
 
 
-# Sizes of the batch are not specialised on: a kernel compiled in the middle of a run would stall it.
-@triton.jit(do_not_specialize=["num_tokens", "stride_p"])
-def _route_kernel(
-    parts_ptr,
-    bias_ptr,
-    real_ptr,
-    ids_ptr,
-    weights_ptr,
-    num_tokens,
-    stride_p,
-    stride_t,
-    epsilon,
-    scale,
-    NUM_PARTS: tl.constexpr,
-    NUM_EXPERTS: tl.constexpr,
-    TOP_K: tl.constexpr,
-    SIGMOID: tl.constexpr,
-    NUM_GROUPS: tl.constexpr,
-    TOPK_GROUPS: tl.constexpr,
-    TOP2_SUM: tl.constexpr,
-    RENORMALIZE: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_G: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    wait_for_inputs(PDL)
-    route_tile(
-        parts_ptr, bias_ptr, real_ptr, ids_ptr, weights_ptr, tl.program_id(0) * BLOCK_T, num_tokens, stride_p, stride_t,
-        epsilon, scale, NUM_PARTS, NUM_EXPERTS, TOP_K, SIGMOID, NUM_GROUPS, TOPK_GROUPS, TOP2_SUM, RENORMALIZE,
-        BLOCK_T, BLOCK_G, BLOCK_S, BLOCK_K,
-    )  # fmt: skip
-
-
 def route_triton(
     logits_TE: Tensor, bias_E: Tensor | None, rule: RoutingRule, *, real_T: Tensor | None = None
 ) -> Routing:
@@ -309,10 +274,13 @@ def route_triton(
 def route_parts_triton(parts_PTE: Tensor, bias_E: Tensor | None, rule: RoutingRule, real_T: Tensor | None) -> Routing:
     """`route` of the sum of P parts of the logits, p ascending."""
     num_parts, num_tokens, num_experts = parts_PTE.shape
-    routing = empty_routing(num_tokens, rule, parts_PTE.device)
+    routing = Routing(
+        torch.empty((num_tokens, rule.top_k), dtype=torch.int32, device=parts_PTE.device),
+        torch.empty((num_tokens, rule.top_k), dtype=torch.float32, device=parts_PTE.device),
+    )
     if num_tokens == 0:
         return routing
-    options = tile_options(rule, num_experts)
+    options = _tile_options(rule, num_experts)
     _route_kernel[(cdiv(num_tokens, options["BLOCK_T"]),)](
         parts_PTE,
         bias_E,
@@ -331,17 +299,9 @@ def route_parts_triton(parts_PTE: Tensor, bias_E: Tensor | None, rule: RoutingRu
     return routing
 
 
-def empty_routing(num_tokens: int, rule: RoutingRule, device: torch.device) -> Routing:
-    """Places for the result."""
-    shape = (num_tokens, rule.top_k)
-    return Routing(
-        torch.empty(shape, dtype=torch.int32, device=device), torch.empty(shape, dtype=torch.float32, device=device)
-    )
-
-
 @cache
-def tile_options(rule: RoutingRule, num_experts: int, num_warps: int = 1) -> dict[str, Any]:
-    """What `route_tile` is compiled for: the rule, and blocks that follow from it and E alone."""
+def _tile_options(rule: RoutingRule, num_experts: int) -> dict[str, Any]:
+    """What the kernel is compiled for: the rule, and blocks that follow from it and E alone."""
     block_g, block_s = next_power_of_2(rule.num_groups), next_power_of_2(num_experts // rule.num_groups)
     return {
         "NUM_EXPERTS": num_experts,
@@ -351,7 +311,7 @@ def tile_options(rule: RoutingRule, num_experts: int, num_warps: int = 1) -> dic
         "TOPK_GROUPS": rule.topk_groups,
         "TOP2_SUM": rule.group_score == "top2_sum",
         "RENORMALIZE": rule.renormalize,
-        "BLOCK_T": num_warps * max(1, _TILE_ELEMENTS // (block_g * block_s)),
+        "BLOCK_T": max(1, _TILE_ELEMENTS // (block_g * block_s)),
         "BLOCK_G": block_g,
         "BLOCK_S": block_s,
         "BLOCK_K": next_power_of_2(rule.top_k),

@@ -5,16 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels.gate import (
-    PART,
-    _gate_parts_kernel,
-    _gate_route_kernel,
-    gate,
-    gate_counted_triton,
-    gate_parts_triton,
-    gate_reference,
-)
-from kernels.routing import Routing, RoutingRule
+from kernels.gate import PART, GateTile, _gate_kernel, gate, gate_reference, gate_tile, gate_triton
+from kernels.routing import RoutingRule
 from tests.aot import ARCHS, aot, compile_ahead
 from tests.compare import assert_same_bits
 
@@ -34,30 +26,15 @@ def operands(num_tokens: int, num_experts: int, width: int, dtype: torch.dtype, 
     return wide[:num_tokens, :width], wide[num_tokens:, :width], bias_E
 
 
-def run_cut(x_TD, weight_ED, bias_E, rule, **marks) -> Routing:
-    return gate_parts_triton(x_TD, weight_ED, bias_E, rule, **marks, cut=True)
-
-
-def run_whole(x_TD, weight_ED, bias_E, rule, **marks) -> Routing:
-    return gate_parts_triton(x_TD, weight_ED, bias_E, rule, **marks, cut=False)
-
-
-def run_counted(x_TD, weight_ED, bias_E, rule, **marks) -> Routing:
-    """The counters are zero again afterwards."""
-    counters_X = torch.zeros(-(-x_TD.shape[0] // 16) + 1, dtype=torch.int32, device=x_TD.device)
-    routing = gate_counted_triton(x_TD, weight_ED, bias_E, rule, counters_X, **marks)
-    assert not bool(counters_X.any())
-    return routing
-
-
-KERNELS = [
-    pytest.param(run_cut, id="cut"),
-    pytest.param(run_whole, id="whole"),
-    pytest.param(run_counted, id="one-launch"),
+CUT = GateTile(16, 32, PART, 4, 1, cut=True)
+TILES = [
+    pytest.param(None, id="by-the-rule"),
+    pytest.param(CUT, id="cut"),
+    pytest.param(GateTile(32, 16, 64, 4, 2, cut=False), id="whole"),
 ]
 
 
-@pytest.mark.parametrize("run", KERNELS)
+@pytest.mark.parametrize("tile", TILES)
 @pytest.mark.parametrize(
     ("num_tokens", "num_experts", "width", "rule"),
     [
@@ -68,11 +45,11 @@ KERNELS = [
         pytest.param(3, 257, 40, RoutingRule(top_k=8), id="one-expert-above-a-power-of-two"),
     ],
 )
-def test_kernels_against_the_reference(backend, run, num_tokens, num_experts, width, rule):
+def test_kernels_against_the_reference(backend, tile, num_tokens, num_experts, width, rule):
     """Ids are equal but for near ties, which these logits do not have; padding rows go nowhere."""
     x_TD, weight_ED, bias_E = operands(num_tokens, num_experts, width, backend.dtype, backend.device)
     real_T = torch.arange(num_tokens, device=backend.device) % 3 != 1
-    ours = run(x_TD, weight_ED, bias_E, rule, real_T=real_T)
+    ours = gate_triton(x_TD, weight_ED, bias_E, rule, real_T=real_T, tile=tile)
     expected = gate_reference(x_TD.cpu(), weight_ED.cpu(), bias_E.cpu(), rule, real_T=real_T.cpu())
     assert torch.equal(ours.expert_ids_TK.cpu(), expected.expert_ids_TK)
     assert bool((expected.expert_ids_TK[1::3] == -1).all())
@@ -89,13 +66,14 @@ def test_kernels_against_the_reference(backend, run, num_tokens, num_experts, wi
         pytest.param(256, 7168, GROUPED, id="deepseek-v3"),
     ],
 )
-def test_bits_depend_neither_on_the_batch_nor_on_the_kernel(dtype, num_experts, width, rule):
-    x_TD, weight_ED, bias_E = operands(600, num_experts, width, dtype, "cuda")
-    whole = run_whole(x_TD, weight_ED, bias_E, rule)
-    for start, end in ((0, 1), (599, 600), (100, 117), (3, 259), (0, 600)):
-        for run in (run_cut, run_whole, run_counted, gate):
-            part = run(x_TD[start:end].clone(), weight_ED, bias_E, rule)
-            assert torch.equal(part.expert_ids_TK, whole.expert_ids_TK[start:end]), (run, start, end)
+def test_bits_depend_neither_on_the_batch_nor_on_the_tile(dtype, num_experts, width, rule):
+    """One row, a few, and as many as take each of the rule's tiles."""
+    x_TD, weight_ED, bias_E = operands(1500, num_experts, width, dtype, "cuda")
+    whole = gate(x_TD, weight_ED, bias_E, rule)
+    for start, end in ((0, 1), (1499, 1500), (100, 117), (3, 67), (3, 259), (0, 1500)):
+        for tile in (None, CUT, GateTile(16, 32, 64, 4, 1, cut=False)):
+            part = gate_triton(x_TD[start:end].clone(), weight_ED, bias_E, rule, tile=tile)
+            assert torch.equal(part.expert_ids_TK, whole.expert_ids_TK[start:end]), (tile, start, end)
             assert_same_bits(part.weights_TK, whole.weights_TK[start:end])
 
 
@@ -116,19 +94,9 @@ def test_a_gate_of_another_width_is_refused():
 def test_compiles(arch):
     args: dict[str, object] = {"x_ptr": "*bf16", "w_ptr": "*bf16", "parts_ptr": "*fp32", "PART": PART, "WIDE": False}
     args |= dict.fromkeys(("num_tokens", "num_experts", "width", "stride_x", "stride_w"), "i32") | {"PDL": arch >= 90}
-    for block_t, block_n, stages in ((16, 32, 1), (64, 128, 2)):
-        parts = {"CUT": stages == 1, "BLOCK_T": block_t, "BLOCK_N": block_n}
-        assert compile_ahead(_gate_parts_kernel, arch, args | parts, num_stages=stages)
-    args |= {"counters_ptr": "*i32", "bias_ptr": None, "real_ptr": "*i1", "ids_ptr": "*i32"}
-    args |= {
-        "weights_ptr": "*fp32",
-        "epsilon": "fp32",
-        "scale": "fp32",
-        "NUM_PARTS": 8,
-        "NUM_EXPERTS": 128,
-        "TOP_K": 8,
-        "SIGMOID": False,
-    }
-    args |= {"NUM_GROUPS": 1, "TOPK_GROUPS": 1, "TOP2_SUM": False, "RENORMALIZE": True, "BLOCK_T": 4, "BLOCK_S": 128}
-    args |= {"BLOCK_G": 1, "BLOCK_K": 8, "BLOCK_M": 16, "BLOCK_N": 32}
-    assert compile_ahead(_gate_route_kernel, arch, args, num_stages=1)
+    for num_tokens in (1, 1024, 4096):
+        tile = gate_tile(num_tokens, wide=False)
+        blocks = {"CUT": tile.cut, "BLOCK_T": tile.block_t, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k}
+        assert compile_ahead(_gate_kernel, arch, args | blocks, num_warps=tile.num_warps, num_stages=tile.num_stages), (
+            tile
+        )

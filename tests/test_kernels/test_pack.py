@@ -14,7 +14,7 @@ DEVICES = [
     pytest.param("cpu", marks=pytest.mark.interpret, id="interpret"),
     pytest.param("cuda", marks=pytest.mark.gpu, id="gpu"),
 ]
-KERNELS = [pytest.param(pack_slots_triton, id="one-launch"), pytest.param(pack_counts_triton, id="three-launches")]
+KERNELS = [pytest.param(pack_slots_triton, id="one-launch"), pytest.param(pack_counts_triton, id="four-launches")]
 
 
 def int32(values, device: str = "cpu") -> torch.Tensor:
@@ -128,17 +128,20 @@ def test_large(num_tokens, num_experts, top_k):
 @aot
 @pytest.mark.parametrize("arch", ARCHS)
 def test_compiles(arch):
+    pdl: dict[str, object] = {"PDL": arch >= 90}
     sizes = {"num_rows": "i32", "num_experts": "i32", "num_slots": "i32"}
-    outputs = {"row_token_ptr": "*i32", "packed_row_ptr": "*i32", "offsets_ptr": "*i32"}
-    inputs = {"ids_ptr": "*i32", "slot_of_ptr": "*i32"}
-    blocks = {"num_blocks": "i32", "BLOCK": 128, "BINS": 256}
-    sums = {"slot_counts_ptr": "*i32"}
-    pdl = {"PDL": arch >= 90}
-    slots_args = inputs | outputs | sizes | pdl | {"TOP_K": 8, "BLOCK": 1024}
-    assert compile_ahead(pack_module._pack_slots_kernel, arch, slots_args)
-    count_args = inputs | sizes | blocks | pdl | {"block_counts_ptr": "*i32"}
+    inputs = {"ids_ptr": "*i32", "slot_of_ptr": "*i32"} | pdl
+    rows = {"row_token_ptr": "*i32", "packed_row_ptr": "*i32", "TOP_K": 8}
+    offsets = {"offsets_ptr": "*i32"}
+    for block, num_warps in pack_module._SCANS:
+        args = inputs | rows | offsets | sizes | {"BLOCK": block}
+        assert compile_ahead(pack_module._pack_slots_kernel, arch, args, num_warps=num_warps)
+    blocks = {"num_blocks": "i32", "BLOCK": 128}
+    count_args = inputs | sizes | blocks | {"block_counts_ptr": "*i32", "BINS": 256}
     assert compile_ahead(pack_module._count_kernel, arch, count_args)
-    sum_args = sums | pdl | {"block_counts_ptr": "*i32", "num_blocks": "i32", "BLOCK_B": 1024}
+    sum_args = pdl | {"block_counts_ptr": "*i32", "slot_counts_ptr": "*i32", "num_blocks": "i32", "BLOCK_B": 1024}
     assert compile_ahead(pack_module._sum_blocks_kernel, arch, sum_args)
-    rank_args = inputs | outputs | sizes | blocks | sums | pdl | {"block_sums_ptr": "*i32", "TOP_K": 8}
+    slot_args = pdl | offsets | {"slot_counts_ptr": "*i32", "num_slots": "i32", "BINS": 256}
+    assert compile_ahead(pack_module._sum_slots_kernel, arch, slot_args)
+    rank_args = inputs | rows | offsets | sizes | blocks | {"block_sums_ptr": "*i32"}
     assert compile_ahead(pack_module._rank_kernel, arch, rank_args)
