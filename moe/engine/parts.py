@@ -15,6 +15,7 @@ from configs.schema import Config, EngineConfig
 from kv_cache.layout import KVLayout
 from moe.engine.network import Network
 from moe.engine.tokenizer import Tokenizer
+from moe.model.causal_lm import CausalLM
 from moe.model.config import MLAConfig, ModelConfig
 from moe.model.families.registry import read_config
 from moe.model.hub import resolve_model
@@ -31,10 +32,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 
 @dataclass(frozen=True)
 class Parts:
-    """`tokenizer` None: the checkpoint has none; such an engine takes token ids and gives token ids.
-
-    `graph_safe`: the network's decode steps may be captured as CUDA graphs.
-    """
+    """`tokenizer` None: the checkpoint has none; such an engine takes token ids and gives token ids."""
 
     network: Network
     model: ModelConfig
@@ -43,12 +41,19 @@ class Parts:
     device: torch.device
     max_model_len: int
     name: str = ""
-    graph_safe: bool = True
 
     @property
     def eos_ids(self) -> frozenset[int]:
         """The union of all the sources that name one."""
         return frozenset(self.model.eos_token_ids) | frozenset(self.tokenizer.eos_ids if self.tokenizer else ())
+
+    @property
+    def graph_safe(self) -> bool:
+        """Whether decode steps may be captured: no dispatcher waits for the host or has shapes that follow routing."""
+        if not isinstance(self.network, CausalLM):
+            return True
+        layers = [block.mlp for block in self.network.blocks]
+        return all(layer.dispatcher.graph_safe for layer in layers if isinstance(layer, MoELayer))
 
     def max_num_seqs(self, engine: EngineConfig) -> int:
         """Of the key, or the device's default, but not more than a step's token budget: decoding takes a token each."""
@@ -104,8 +109,7 @@ def load_parts(config: Config) -> Parts:
         mla_workspace_tokens=config.engine.mla_workspace_tokens,
         progress=LoadProgress(),
     )
-    graph_safe = all(block.mlp.dispatcher.graph_safe for block in network.blocks if isinstance(block.mlp, MoELayer))
-    return Parts(network, network.config, tokenizer, dtype, device, max_model_len, config.model, graph_safe)
+    return Parts(network, network.config, tokenizer, dtype, device, max_model_len, name=config.model)
 
 
 def resolve_device(name: str) -> torch.device:

@@ -5,20 +5,31 @@ from __future__ import annotations
 import json
 import logging
 import shutil
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from configs.schema import CacheConfig, Config, EngineConfig, JobConfig
+from expert_parallel.dispatcher import LocalDispatcher
 from moe.engine import parts
+from moe.model.families.registry import read_config
 from moe.model.hub import resolve_model
+from tests.test_engine.fake_network import make_parts
 
 
 @pytest.fixture()
 def no_weights(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     """Loads nothing; the list holds one entry for each time that weights would have been read."""
     read: list[object] = []
-    monkeypatch.setattr(parts, "load_model", lambda folder, **options: read.append(folder))
+
+    def load(folder: Path, **_: object) -> SimpleNamespace:
+        read.append(folder)
+        return SimpleNamespace(config=read_config(folder))
+
+    monkeypatch.setattr(parts, "load_model", load)
     return read
 
 
@@ -69,3 +80,18 @@ def test_a_long_load_says_how_far_it_is(caplog: pytest.LogCaptureFixture) -> Non
         assert not caplog.messages
         talking(3 * 10**9, 60 * 10**9)
     assert caplog.messages[0].startswith("read 3.0 of 60.0 GB of weights, ")
+
+
+def test_answers_in_progress_by_device_and_budget() -> None:
+    made = make_parts(None)
+    assert made.max_num_seqs(EngineConfig()) == 256
+    assert replace(made, device=torch.device("cuda")).max_num_seqs(EngineConfig()) == 1024
+    assert made.max_num_seqs(EngineConfig(max_num_seqs=7)) == 7
+    assert made.max_num_seqs(EngineConfig(max_num_seqs=7, max_batched_tokens=2)) == 2
+
+
+def test_a_dispatcher_that_waits_for_the_host_forbids_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = parts.load_parts(Config(engine=EngineConfig(device="cpu")))
+    assert made.graph_safe
+    monkeypatch.setattr(LocalDispatcher, "graph_safe", False)
+    assert not made.graph_safe and make_parts(None).graph_safe

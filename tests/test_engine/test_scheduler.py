@@ -268,3 +268,76 @@ def test_a_large_prompt_of_a_backlog_is_worth_a_step_and_so_is_the_last_of_the_q
     scheduler.running[5].max_tokens = len(scheduler.running[5].output_ids) + 1
     run(scheduler)
     assert shape(run(scheduler))[1][-1:] == [("last", 0, 2)], "nobody else waits, so there is nothing to wait for"
+
+
+def launch(scheduler: Scheduler) -> Schedule:
+    schedule = scheduler.schedule()
+    scheduler.advance(schedule)
+    return schedule
+
+
+def test_a_step_is_scheduled_before_the_last_ones_tokens_are_known() -> None:
+    """Three tokens: two steps are launched ahead of what is known, and none behind the one that draws the third."""
+    scheduler = make()
+    sequence = add(scheduler, "a", 4, max_tokens=3)
+    first, second = launch(scheduler), launch(scheduler)
+    assert shape(first) == ([], [("a", 0, 4)]) and shape(second) == (["a"], [])
+    assert (sequence.in_flight, sequence.num_computed, sequence.output_ids) == (2, 5, [])
+    accept(scheduler, first)
+    third = launch(scheduler)
+    assert shape(third) == (["a"], []) and sequence.output_ids == [1]
+    accept(scheduler, second)
+    assert scheduler.schedule().num_tokens == 0 and scheduler.waits_for_tokens
+    accept(scheduler, third)
+    assert sequence.output_ids == [1, 2, 3] and sequence.finished
+    scheduler.check_idle()
+
+
+def test_a_block_is_found_when_its_tokens_are_known_and_not_by_a_row_too_many() -> None:
+    """Blocks of 4, a prompt of 6: positions 6 and 7 are generated. The text ends with the second of them."""
+    scheduler = make(prefix_caching=True)
+    sequence = add(scheduler, "a", 6, max_tokens=20)
+    first, second = launch(scheduler), launch(scheduler)  # the second writes position 6
+    assert sequence.num_committed == 1
+    accept(scheduler, first)
+    third = launch(scheduler)  # it writes position 7, whose token is not known
+    assert sequence.num_computed == 8 and sequence.num_committed == 1
+    accept(scheduler, second)
+    scheduler.finish(sequence)
+    accept(scheduler, third)  # for nobody
+    assert scheduler.cache.allocator.num_kept == 1 and sequence.output_ids == [1, 2]
+    scheduler.check_idle()
+
+
+def test_who_gives_way_with_a_token_in_flight_returns_when_it_is_known() -> None:
+    scheduler = make(force_preempt_every=3)
+    sequence = add(scheduler, "a", 4, max_tokens=6)
+    first, second = launch(scheduler), launch(scheduler)
+    accept(scheduler, first)
+    assert scheduler.schedule().num_tokens == 0, "it was preempted, and its second token is still being drawn"
+    assert sequence.status is Status.WAITING and sequence.in_flight == 1 and sequence.place == -1
+    accept(scheduler, second)
+    again = launch(scheduler)
+    assert shape(again)[1] == [("a", 0, 4)] and again.sampled == [] and sequence.output_ids == [1, 2]
+    assert again.admitted == [sequence] and sequence.place >= 0
+
+
+def test_places_are_handed_out_once() -> None:
+    scheduler = make(max_num_seqs=3)
+    for name in "abcd":
+        add(scheduler, name, 4, max_tokens=2)
+    launched = launch(scheduler)
+    places = [sequence.place for sequence in scheduler.running]
+    assert sorted(places) == [0, 1, 2] and launched.admitted == scheduler.running
+    ended = scheduler.running[1]
+    place = ended.place
+    scheduler.finish(ended)
+    again = launch(scheduler)
+    assert [sequence.place for sequence in again.admitted] == [place]
+
+
+def test_a_step_that_was_not_launched_leaves_its_new_sequences_to_the_next() -> None:
+    scheduler = make()
+    sequence = add(scheduler, "a", 4)
+    assert scheduler.schedule().admitted == [sequence]
+    assert launch(scheduler).admitted == [sequence] and launch(scheduler).admitted == []
