@@ -100,7 +100,7 @@ def test_the_wheel_runs_away_from_the_checkout(installed: Path, tmp_path: Path) 
     )
     done = run(code, tmp_path, installed)
     assert done.returncode == 0, done.stderr
-    assert "max_num_seqs: 512" in done.stdout
+    assert "max_num_seqs: 1024" in done.stdout
     assert '"completion_tokens": 3' in (tmp_path / "out.jsonl").read_text("utf-8")
 
 

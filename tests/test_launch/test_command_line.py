@@ -197,7 +197,7 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
         (
             "throughput",
             {
-                "engine.max_num_seqs": 512,
+                "engine.max_num_seqs": 1024,
                 "engine.max_batched_tokens": 16384,
                 "cache.memory_fraction": 0.94,
                 "job.window": 4096,
