@@ -81,6 +81,20 @@ class Ranks:
         into a collective that would time out without saying for whom it waits. Each stage's name is used once."""
         meet(self.store, self.values, stage, self.timeout, self.say)
 
+    def agree(self, what: str, value: str) -> None:
+        """Every rank gives the same value, or every rank raises ValueError with those that differ. For settings that
+        shape collectives: where they differ, ranks would hang. Each name is used once."""
+        self.store.set(f"{what}={self.values.rank}", value)
+        self.meet(what)
+        keys = [f"{what}={rank}" for rank in range(self.everyone.size)]
+        given = [content.decode() for content in self.store.multi_get(keys)]
+        others = {rank: other for rank, other in enumerate(given) if other != given[0]}
+        if others:
+            raise ValueError(
+                f"{what}: rank 0 has {given[0]}, but {', '.join(f'rank {r} has {v}' for r, v in others.items())}; "
+                "give all ranks the same."
+            )
+
     def close(self) -> None:
         """Leaves the job. Other ranks may still be in a collective with this one: end a run with one that all make."""
         dist.destroy_process_group()

@@ -118,6 +118,24 @@ def test_C10_a_slow_rank_is_waited_for_by_name() -> None:
     assert len(said[0]) <= 3 and not said[1] and not said[2]
 
 
+def agree_on(rank: int, num_ranks: int, port: int) -> str:
+    ranks = bring_up(values(rank, num_ranks, port), torch.device("cpu"), 30.0, lambda text: None)
+    ranks.agree("model", "demo")
+    try:
+        ranks.agree("parallel.row_cap", "128" if rank == 0 else "300")
+        text = "agreed"
+    except ValueError as error:
+        text = str(error)
+    ranks.everyone.all_gather(torch.empty(num_ranks), torch.zeros(1))  # rank 0 serves the store
+    ranks.close()
+    return text
+
+
+def test_C22_settings_that_differ_between_ranks_are_seen_by_all() -> None:
+    texts = run_ranks(agree_on, 2, free_port(), joined=False)
+    assert texts == ["parallel.row_cap: rank 0 has 128, but rank 1 has 300; give all ranks the same."] * 2
+
+
 def test_C44_a_port_in_use_is_named_with_the_way_out() -> None:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
