@@ -59,7 +59,7 @@ OWN_KEYS = {
     "rounds": "timed passes of w1 (1), w2 (1), w3 (3)",
     "lengths": f"serving: {','.join(LENGTHS)}",
     "concurrency": "serving: requests in flight, 1,16,64",
-    "shapes": "w4: mixtral,qwen3,dsv3-ep8, or sizes such as E60-k4-D2880-F1408",
+    "shapes": "w4: mixtral,qwen3,dsv3-ep8, or sizes such as E60-k4-D2880-F1408; with -fp8 behind, experts in fp8",
     "tokens": "w4: 1,8,64,...",
     "parts": "w4: true or false, each kernel alone as well",
     "attention": f"w5: {','.join(LISTED)}",

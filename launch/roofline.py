@@ -13,7 +13,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -59,6 +59,20 @@ def measure_ceilings(device: torch.device, dtype: torch.dtype = torch.bfloat16) 
     b_NK = torch.empty(side, side, dtype=dtype, device=device).normal_()
     product_s = _best_seconds(partial(torch.nn.functional.linear, a_MK, b_NK), device, repeats=20)
     return Ceilings(num_bytes / read_s, 2 * side**3 / product_s, f"sum of {num_bytes >> 20} MiB, {side}^3 product")
+
+
+def fp8_ceilings(ceilings: Ceilings, device: torch.device) -> Ceilings:
+    """The same bandwidth, and the rate of the vendor library's square fp8 product with one scale for each operand; as
+    they are on a CPU, which has none."""
+    if device.type != "cuda":
+        return ceilings
+    side = 8192
+    a_MK, b_NK = (torch.empty(side, side, device=device).normal_().to(torch.float8_e4m3fn) for _ in range(2))
+    one = torch.ones((), device=device)
+    scaled_product = torch._scaled_mm  # pyright: ignore[reportPrivateImportUsage]
+    product = partial(scaled_product, a_MK, b_NK.T, scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
+    seconds = _best_seconds(product, device, repeats=20)
+    return replace(ceilings, flops_per_s=2 * side**3 / seconds, source=f"{ceilings.source} in fp8")
 
 
 def _best_seconds(run: Callable[[], object], device: torch.device, repeats: int) -> float:

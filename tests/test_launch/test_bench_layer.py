@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
 from torch.nn.functional import silu
 
+from kernels.quantize import FP8, dequantize_blocks
 from launch.bench_layer import (
     LayerBank,
     LayerOperands,
@@ -20,6 +22,7 @@ from launch.bench_layer import (
 )
 from launch.replay import Call
 from launch.roofline import Ceilings
+from moe.model.experts import Fp8Experts
 
 CPU = torch.device("cpu")
 SHAPE = LayerShape("odd", 5, 2, 32, 24)
@@ -79,6 +82,24 @@ def test_figures_hold_floor_baseline_and_parts() -> None:
     assert three.peers.keys() == {"vllm", "grouped_mm", "sum live"} and three.meets_target
     assert {"hit", "route us", "pack us", "gemm1 us", "gemm2 us", "combine us"} == three.extra.keys()
     assert all(value > 0 for value in three.extra.values())
+
+
+def test_the_layer_in_fp8_is_near_the_same_numbers() -> None:
+    """Weights that were bf16 once: the definition on their dequantised values, but for the rows' own fp8."""
+    operands = LayerBank(layer_shape("E5-k2-D160-F24-fp8"), CPU, torch.float32).operands(7)[0]
+    experts = operands.experts
+    assert isinstance(experts, Fp8Experts) and operands.w13_S2FD.dtype == FP8
+    plain = replace(
+        operands,
+        w13_S2FD=dequantize_blocks(experts.w13.values.unflatten(1, (2, -1)), experts.w13.scales).flatten(1, 2),
+        w2_SDF=dequantize_blocks(experts.w2.values[:, None], experts.w2.scales).flatten(1, 2),
+    )
+    out_TD, exact_TD = layer_call(operands)(), plain_layer(plain)
+    assert isinstance(out_TD, torch.Tensor)
+    assert 1e-4 < float((out_TD - exact_TD).norm() / exact_TD.norm()) < 0.06
+    assert list(part_calls(operands)) == ["route", "pack", "quantize1", "gemm1", "quantize2", "gemm2", "combine"]
+    (figure,) = measure_layer(layer_shape("tiny-fp8"), [1], CPU, Ceilings(1e9, 1e15, "test"), {}, seconds=0.001)
+    assert figure.subject == "tiny-fp8" and figure.bytes == 2 * 3 * 64 * 48 + 2 * 64 * 2
 
 
 def test_sizes_of_ones_own() -> None:
