@@ -32,7 +32,6 @@ from kernels.dependent_launch import dependent_launch, wait_for_inputs
 from kernels.kv_tiles import OnlineSoftmax, gather_kv_tile, tile_product
 from kernels.tiles import TileConfig, device_generation
 
-_HOPPER = False
 _REFERENCE_QUERIES = 32  # the reference's query block, at multiples of this position
 _REFERENCE_TILE = 64  # keys visited at once by the reference, at multiples of this position
 
@@ -369,7 +368,7 @@ def attention_prefill_triton(
         return out_THV, lse_TH
     caches, chunks = (k_cache_NPGC, v_cache_NPGV), (query_starts_B1, query_offsets_B, kv_lens_B, kv_starts_B)
     operands = (q_THC, *caches, block_tables_BM, *chunks, out_THV, lse_TH)
-    attend = attention_prefill_hopper if _HOPPER and runs_on_hopper(q_THC, *caches) else _launch_prefill
+    attend = attention_prefill_hopper if runs_on_hopper(q_THC, *caches) else _launch_prefill
     attend(*operands, scale=scale, window=window, max_query_len=max_query_len)
     return out_THV, lse_TH
 

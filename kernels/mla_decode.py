@@ -32,7 +32,6 @@ from kernels.mla_decode_hopper import mla_decode_hopper, runs_on_hopper
 from kernels.split_kv import SplitRule, merge_splits, split_bounds, split_workspace
 from kernels.tiles import TileConfig, device_generation
 
-_HOPPER = False
 _REFERENCE_TILE = 128  # keys visited at once by the reference, at multiples of this position
 
 
@@ -194,7 +193,7 @@ def mla_decode_triton(
     num_sequences, num_heads, latent = q_latent_BHL.shape
     if num_sequences == 0 or max_kv_len == 0:
         return q_latent_BHL.new_zeros(num_sequences, num_heads, latent)
-    rule, hopper = _split_rule(num_heads), _HOPPER and runs_on_hopper(q_latent_BHL, q_pe_BHR, cache_NPX)
+    rule, hopper = _split_rule(num_heads), runs_on_hopper(q_latent_BHL, q_pe_BHR, cache_NPX)
     wide = q_latent_BHL.dtype == torch.float32
     splits = rule.most(max_kv_len)
     # Latents come out of a norm, so a half holds their means, and rounds eight times finer than bf16 does in the end.

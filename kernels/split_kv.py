@@ -69,8 +69,8 @@ def split_bounds(kv_len, split, SPLIT_LEN: tl.constexpr, FEW_SPLITS: tl.constexp
 
 # out[b, h] = sum_s w_s parts[b, s, h] / sum_s w_s,  w_s = 2^(lse[b, s, h] - max_s lse), s ascending
 #   parts_ptr [B, S, H, V] in any dtype, lse_ptr fp32 [B, S, H], out_ptr [B, H, V], contiguous; kv_lens_ptr int32 [B]
-#   grid (cdiv(H, BLOCK_H), B): a program owns BLOCK_H heads of one sequence. A sequence of one split or none is done
-#   already. fp32; heads from H on and columns from V on are masked.
+#   grid (cdiv(V, BLOCK_V), cdiv(H, BLOCK_H), B): a program owns BLOCK_V columns of BLOCK_H heads of one sequence. A
+#   sequence of one split or none is done already. fp32; heads from H on and columns from V on are masked.
 
 
 @triton.jit(do_not_specialize=["num_splits"])
@@ -91,12 +91,13 @@ def _merge_splits_kernel(
     PDL: tl.constexpr,
 ):
     wait_for_inputs(PDL)
-    sequence = tl.program_id(1).to(tl.int64)
+    sequence = tl.program_id(2).to(tl.int64)
     kv_len = tl.load(kv_lens_ptr + sequence)
     _, _, splits = split_bounds(kv_len, 0, SPLIT_LEN, FEW_SPLITS, WINDOW)
     if splits <= 1:
         return
-    head, s, v = tl.program_id(0) * BLOCK_H + tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_V)
+    head, s = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_S)
+    v = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
     real, inside = head < num_heads, (head < num_heads)[:, None] & (v < VALUE_WIDTH)[None, :]
     first_row = sequence * num_splits * num_heads + head
     lse = tl.load(
@@ -108,7 +109,7 @@ def _merge_splits_kernel(
     maximum = tl.where(maximum == float("-inf"), 0.0, maximum)
     total = tl.zeros((BLOCK_H,), tl.float32)
     acc = tl.zeros((BLOCK_H, BLOCK_V), tl.float32)
-    for split in tl.range(0, splits, loop_unroll_factor=4):
+    for split in tl.range(0, splits, loop_unroll_factor=8):
         row = first_row + split * num_heads
         weight = tl.exp2(tl.load(lse_ptr + row, mask=real, other=float("-inf")) - maximum)
         part = tl.load(parts_ptr + row[:, None] * VALUE_WIDTH + v[None, :], mask=inside, other=0.0)
@@ -125,9 +126,11 @@ def merge_splits(
     """Fills out_BHV (contiguous) from the parts of `split_workspace`, where a sequence has more than one."""
     num_sequences, splits, num_heads, width = parts_BSHV.shape
     assert out_BHV.is_contiguous(), f"out_BHV has strides {out_BHV.stride()}; the merge writes it as one block"
-    block_v = next_power_of_2(width)
-    block_h = max(1, min(1024 // block_v, next_power_of_2(num_heads)))  # eight columns a thread
-    _merge_splits_kernel[(cdiv(num_heads, block_h), num_sequences)](
+    # Few results: one warp for 128 columns, so that many programs share the latency. Many: eight columns a thread.
+    block_h, block_v, num_warps = 1, min(next_power_of_2(width), 128), 1
+    if num_sequences * num_heads * width > 2**19:
+        block_h, block_v, num_warps = min(8, next_power_of_2(num_heads)), block_v, 4
+    _merge_splits_kernel[(cdiv(width, block_v), cdiv(num_heads, block_h), num_sequences)](
         parts_BSHV,
         lse_BSH,
         kv_lens_B,
@@ -141,6 +144,6 @@ def merge_splits(
         SPLIT_LEN=rule.length,
         FEW_SPLITS=rule.few,
         WINDOW=window,
-        num_warps=4,
+        num_warps=num_warps,
         **dependent_launch(parts_BSHV),
     )
