@@ -245,8 +245,8 @@ def attention_decode_triton(
 def _decode_tile(wide: bool, num_programs: int) -> TileConfig:
     """Keys of a tile, warps and stages. Stages change no bit, the others do.
 
-    Three stages leave room for three programs a multiprocessor, two for four. On an H200 (132 multiprocessors), 32 heads
-    over 4, two and three stages: 256 programs of 512 keys 26 and 23 us, 512 of them 40 and 48 us.
+    Three stages leave room for three programs a multiprocessor, two for four. On an H200, which has 132, 32 heads over
+    4, two and three stages: 256 programs of 512 keys 26 and 23 us, 512 of them 40 and 48 us.
     """
     if wide:
         return TileConfig(16, 32, 0, num_warps=4, num_stages=1)

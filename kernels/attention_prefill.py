@@ -157,8 +157,9 @@ def _check_operands(
 #   share a kv head, the last ones first (they see the most keys). fp32 accumulation; the head width is summed in two
 #   parts, so that 192 costs 128 + 64 and not 256.
 #   Tiles of keys stand at multiples of BLOCK_N, wherever the chunk begins; a tile that a row does not see leaves it
-#   exactly as it was. Tiles that every row sees whole go without a mask, with the same arithmetic. Keys that no row sees
-#   are not read: the nearest key that is seen stands in for them. Rows past the chunk are zero queries, not written.
+#   exactly as it was. Tiles that every row sees whole go without a mask, with the same arithmetic. Keys that no row
+#   sees are not read: the nearest key that is seen stands in for them. Rows past the chunk are zero queries, not
+#   written.
 
 
 @triton.jit
@@ -316,7 +317,8 @@ def _prefill_kernel(
     if WINDOW > 0 or kv_starts_ptr is not None:
         state = _attend_tiles(
             state, q, q_rest, query, k_ptr, v_ptr, table_ptr, scale_log2, kv_start, first, end,
-            tl.where(first < end, first // BLOCK_N * BLOCK_N, end), begin_full, stride_kn, stride_kp, stride_vn, stride_vp, True,
+            tl.where(first < end, first // BLOCK_N * BLOCK_N, end), begin_full,
+            stride_kn, stride_kp, stride_vn, stride_vp, True,
             PAGE, WIDTH, VALUE_WIDTH, WINDOW, BLOCK_N, BLOCK_C, BLOCK_REST, BLOCK_V,
         )
     state = _attend_tiles(
@@ -360,8 +362,8 @@ def attention_prefill_triton(
     key_starts_B = kv_lens_B if kv_starts_B is None else kv_starts_B
     indices = (block_tables_BM, query_starts_B1, query_offsets_B, kv_lens_B, key_starts_B)
     _check_operands(q_THC, k_cache_NPGC, v_cache_NPGV, *indices)
-    num_tokens, num_heads, width = q_THC.shape
-    num_kv_heads, value_width = v_cache_NPGV.shape[2:]
+    num_tokens, num_heads, _ = q_THC.shape
+    value_width = v_cache_NPGV.shape[3]
     out_THV = torch.empty(num_tokens, num_heads, value_width, dtype=out_dtype, device=q_THC.device)
     lse_TH = torch.empty(num_tokens, num_heads, dtype=torch.float32, device=q_THC.device)
     if num_tokens == 0:
@@ -432,8 +434,8 @@ def _launch_prefill(
 def _prefill_tile(dtype: torch.dtype, width: int, value_width: int, generation: int) -> TileConfig:
     """One tile per (dtype, widths), whatever the chunk's length: the row sum's order may follow the tile's shape.
 
-    For what `attention_prefill_hopper.py` does not serve. block_k is the first part of the head width, its largest power
-    of two. Queries take (width x 128) x 2 bytes of shared memory, each stage (width + value_width) x 64 x 2.
+    For what `attention_prefill_hopper.py` does not serve. block_k is the first part of the head width, its largest
+    power of two. Queries take (width x 128) x 2 bytes of shared memory, each stage (width + value_width) x 64 x 2.
     """
     block_c = max(16, 1 << (width.bit_length() - 1))
     if dtype == torch.float32:

@@ -5,7 +5,8 @@ Knows pages, positions and heads. Its idea: one warp copies pages of keys and va
 of work into the next, and two groups of warps, each with 64 rows, take turns: one computes weights while the other
 multiplies. Every tile of keys stands at a fixed position and is worked on by the same instructions whatever the chunk.
 """
-# pyright: reportCallIssue=false, reportArgumentType=false
+# pyright: reportCallIssue=false, reportArgumentType=false, reportAssignmentType=false
+# pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false
 
 from __future__ import annotations
 
@@ -241,7 +242,7 @@ def _attend(
     WIDTH: gl.constexpr,
     BUFFERS: gl.constexpr,
 ):
-    """64 rows of each piece, HALF 0 or 1. With two BUFFERS the next piece's queries come while this one is worked on."""
+    """64 rows of each piece, HALF 0 or 1. With two BUFFERS the next piece's queries come during this one."""
     BLOCK_N: gl.constexpr = key_chunks.shape[1]
     VALUE_WIDTH: gl.constexpr = values.shape[2]
     COUNT: gl.constexpr = WIDTH // 64
@@ -265,7 +266,7 @@ def _attend(
             COUNT,
         )  # fmt: skip
     for piece in range(gl.program_id(0), num_pieces, gl.num_programs(0)):
-        _, head0, first_row, query_len, in_chunk, query0, kv_start, first, kv_end, begin, end = _piece(
+        _, head0, first_row, query_len, in_chunk, query0, _, first, kv_end, begin, end = _piece(
             piece, query_starts_ptr, query_offsets_ptr, kv_lens_ptr, kv_starts_ptr, num_pieces, num_sequences,
             head_tiles, PACK, WINDOW, BLOCK_N,
         )  # fmt: skip
@@ -277,7 +278,7 @@ def _attend(
             )  # fmt: skip
         async_copy.wait_group(0)
         fence_async_shared()
-        pieces += 1
+        pieces += 1  # noqa: SIM113 - the kernel language knows no enumerate
         if BUFFERS == 2:
             next_piece = gl.minimum(piece + gl.num_programs(0), num_pieces - 1)
             _, next_head0, next_row, next_len, next_in_chunk, _, _, _, _, _, _ = _piece(

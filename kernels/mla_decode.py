@@ -262,7 +262,7 @@ def _mla_tile(dtype: torch.dtype, num_heads: int, generation: int) -> TileConfig
 
 
 def _split_rule(num_heads: int) -> SplitRule:
-    """With many heads a split's result (H * L) weighs as much as its keys, and a program of few keys has work enough."""
+    """With many heads a split's result (H * L) weighs as much as its keys, and few keys are work enough."""
     return SplitRule(128, few=8) if num_heads <= 32 else SplitRule(512, few=4)
 
 

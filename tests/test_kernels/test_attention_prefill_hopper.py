@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
@@ -80,7 +82,9 @@ def test_a_row_has_the_same_bits_alone_together_and_chunked(heads, kv_heads, wid
     queries, cache = draw_case(heads, kv_heads, width, value_width, page)
     out_THV, lse_TH = run(queries, cache, [(0, end) for end in ENDS], window=window)
     cuts = [0, 1, 33, 160, 161, 400, 700]
-    parts = [run(queries, cache, [(first, end - first)], window=window, rows=[0]) for first, end in zip(cuts, cuts[1:])]
+    parts = [
+        run(queries, cache, [(first, end - first)], window=window, rows=[0]) for first, end in itertools.pairwise(cuts)
+    ]
     assert_same_bits(torch.cat([part[0] for part in parts]), out_THV[:700])
     assert_same_bits(torch.cat([part[1] for part in parts]), lse_TH[:700])
     # Later chunks of three sequences in another order, and one that has no rows.

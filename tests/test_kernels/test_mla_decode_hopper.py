@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from kernels.mla_decode import mla_decode, mla_decode_reference
-from kernels.mla_decode_hopper import _few_heads_kernel, _many_heads_kernel, runs_on_hopper
+from kernels.mla_decode_hopper import runs_on_hopper
+from kernels.mla_few_heads import few_heads_kernel
+from kernels.mla_many_heads import many_heads_kernel
 from tests.aot import aot
 from tests.compare import assert_same_bits, max_rel
 from tests.gluon_aot import box, compile_gluon_ahead
@@ -104,7 +106,7 @@ def test_a_cpu_is_left_to_the_other_kernel():
 @aot
 @pytest.mark.parametrize("page", [16, 64])
 @pytest.mark.parametrize(
-    ("kernel", "block_h"), [(_few_heads_kernel, 16), (_few_heads_kernel, 32), (_many_heads_kernel, 64)]
+    ("kernel", "block_h"), [(few_heads_kernel, 16), (few_heads_kernel, 32), (many_heads_kernel, 64)]
 )
 def test_kernels_compile_ahead_of_time(kernel, block_h, page):
     pointers = {"q_latent_ptr": "*bf16", "q_pe_ptr": "*bf16", "out_ptr": "*bf16", "parts_ptr": "*fp16"}
