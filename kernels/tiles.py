@@ -1,16 +1,30 @@
-"""Tile sizes of the matrix kernels, chosen from what the host knows: rows, dtype and the kind of GPU.
+"""Tile sizes of the matrix kernels, chosen from what the host knows: rows, columns, dtype and the kind of GPU.
 
 Knows sizes; launches nothing. No choice here changes a result: the sum over K runs in ascending order for every tile.
+Rules first, each beside the measurement that set it; where `launch.tune` found a tile that beats the rule on a card,
+its table in kernels/tuned/ says so, one file a card.
 """
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
+from math import log2
+from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from kernels.checks import next_power_of_2
+from kernels.checks import cdiv, next_power_of_2
+
+TUNED_FOLDER = Path(__file__).parent / "tuned"
+
+Form = Literal["pointers", "tma", "specialized"]
+"""How a grouped product reads: every thread by addresses; weights in blocks by the copy engine (TMA); or so with warps
+of their own for it (kernels/grouped_gemm_specialized.py)."""
 
 _LARGE_SHARED_MEMORY = (9, 10)
 """Major compute capabilities (H100, B200) whose programs may take over 200 KiB of shared memory; elsewhere 99 KiB."""
@@ -25,25 +39,217 @@ class TileConfig:
     block_k: int
     num_warps: int
     num_stages: int
+    form: Form = "pointers"
+
+    @property
+    def name(self) -> str:
+        """
+        >>> TileConfig(16, 64, 128, 4, 5).name, TileConfig(128, 256, 64, 8, 4, "tma").name
+        ('16x64x128 w4 s5', '128x256x64 w8 s4 tma')
+        """
+        sizes = f"{self.block_m}x{self.block_n}x{self.block_k} w{self.num_warps} s{self.num_stages}"
+        return sizes if self.form == "pointers" else f"{sizes} {self.form}"
+
+    def shared_bytes(self, num_products: int, element_size: int = 2) -> int:
+        """Of all stages, when a program multiplies `num_products` weight matrices at once."""
+        return self.num_stages * (self.block_m + num_products * self.block_n) * self.block_k * element_size
+
+
+def tile_of_name(name: str) -> TileConfig:
+    """The inverse of `TileConfig.name`.
+
+    >>> tile_of_name("128x256x64 w8 s4 tma")
+    TileConfig(block_m=128, block_n=256, block_k=64, num_warps=8, num_stages=4, form='tma')
+    """
+    sizes, warps, stages, *form = name.split()
+    block_m, block_n, block_k = map(int, sizes.split("x"))
+    assert form in ([], ["tma"], ["specialized"]), f"{name!r} is no tile"
+    return TileConfig(block_m, block_n, block_k, int(warps[1:]), int(stages[1:]), *form)  # pyright: ignore
 
 
 def device_generation(x: Tensor) -> int:
     """The major compute capability of x's GPU; 0 on a CPU, where the interpreter runs and any tile will do."""
-    return torch.cuda.get_device_capability(x.device)[0] if x.is_cuda else 0
+    return _capability(x.device)[0] if x.is_cuda else 0
 
 
-def matrix_tile(rows: int, dtype: torch.dtype, generation: int, *, num_products: int = 1) -> TileConfig:
-    """The tile for about `rows` rows per weight matrix, of which a program multiplies `num_products` at once.
+# Asked at every launch, and the driver's answers cost as much as the launch.
 
-    Few rows: the time goes into reading weights, so the tile is flat and deep. Many rows: it goes into the products, so
-    the tile is large. Chosen to fit shared memory, stages x (block_m + num_products x block_n) x block_k x 2 bytes; not
-    yet tuned on a GPU.
+
+@cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
+
+
+@cache
+def num_multiprocessors(device: torch.device) -> int:
+    """Of a GPU; on a CPU 1."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+@cache
+def device_table(device: torch.device) -> Mapping[str, Mapping[int, TileConfig]]:
+    """The tuned table of this card; empty where it has none."""
+    return read_table(torch.cuda.get_device_name(device)) if device.type == "cuda" else {}
+
+
+def table_file(device_name: str) -> Path:
+    """Where a card's table lies, by the name the driver gives it."""
+    return TUNED_FOLDER / f"{device_name.replace(' ', '_')}.json"
+
+
+def read_table(device_name: str) -> dict[str, dict[int, TileConfig]]:
+    """operation (`operation_name`) -> total rows -> tile."""
+    path = table_file(device_name)
+    if not path.is_file():
+        return {}
+    table = json.loads(path.read_text(encoding="utf-8"))
+    return {
+        operation: {int(rows): tile_of_name(name) for rows, name in by_rows.items()}
+        for operation, by_rows in table.items()
+    }
+
+
+def operation_name(num_slots: int, num_columns: int, width: int, num_products: int, dtype: torch.dtype) -> str:
+    """What a tuned tile is for.
+
+    >>> operation_name(128, 768, 2048, 2, torch.bfloat16)
+    'bfloat16 S128 N2x768 K2048'
     """
-    roomy = generation in _LARGE_SHARED_MEMORY
+    products = "2x" if num_products == 2 else ""
+    return f"{str(dtype).removeprefix('torch.')} S{num_slots} N{products}{num_columns} K{width}"
+
+
+def nearest_tile(by_rows: Mapping[int, TileConfig], num_rows: int) -> TileConfig | None:
+    """The tile tuned for the number of rows nearest to this one, if that is at most twice or at least half of it.
+
+    >>> nearest_tile({8: TileConfig(16, 32, 128, 4, 4)}, 12).name, nearest_tile({8: TileConfig(16, 32, 128, 4, 4)}, 17)
+    ('16x32x128 w4 s4', None)
+    """
+    if num_rows <= 0 or not by_rows:
+        return None
+    rows = min(by_rows, key=lambda rows: abs(log2(rows / num_rows)))
+    return by_rows[rows] if 0.5 <= rows / num_rows <= 2 else None
+
+
+def grouped_tile(
+    num_rows: int,
+    num_slots: int,
+    num_columns: int,
+    width: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    num_products: int,
+    gathered: bool,
+) -> TileConfig:
+    """The tile of a grouped product: the tuned one of this card, else the rule's.
+
+    The host knows the mean of rows a slot alone; an uneven routing costs time, never a wrong result.
+    """
+    operation = operation_name(num_slots, num_columns, width, num_products, dtype)
+    tuned = nearest_tile(device_table(device).get(operation, {}), num_rows)
+    if tuned is not None:
+        return tuned
+    generation = _capability(device)[0] if device.type == "cuda" else 0
     if dtype == torch.float32:
-        return TileConfig(min(64, max(16, next_power_of_2(rows))), 64 // num_products, 32, 4, 2)
+        return _fp32_tile(cdiv(num_rows, num_slots), num_products)
+    return grouped_rule(num_rows, num_slots, generation, num_products=num_products, gathered=gathered)
+
+
+def grouped_rule(num_rows: int, num_slots: int, generation: int, *, num_products: int, gathered: bool) -> TileConfig:
+    """The rule for 16-bit operands.
+
+    Measured on an H200 over the layers qwen3 (128 experts), mixtral (8) and dsv3-ep8 (32), the two products one after
+    the other, microseconds:
+    - 1 token: 16x32x256 s3 and 16x32x256 s4 take 27.2 / 173.9 / 172.8 (the weights alone 17.1 / 159 / 159), 16x32x128
+      s6 and 16x64x128 s6 26.2 / 177.5 / 174.4; of ten other pairs the best 25.3 / 171 / 167, each time another one.
+    - 8 tokens: 127 / 598 / 584 and 125 / 591 / 582 (110 / 578 / 576).
+    - 16 rows a slot: tma 32x64x128 s3 and 32x128x128 s3 take 297 / 653 / 652 (273 / 638 / 638); pointers 306 / 678 /
+      679.
+    - 64 rows: specialized 128x64x64 s6 and 128x128x64 s6 take 343 / 772 / 779; 64x64x128 s4 and 64x128x128 s4 349 /
+      785 / 780; tma 362 / 790 / 791.
+    - 256 rows: specialized 64x128x64 s5 and 64x256x64 s5 take 705 / 1593 / 1566; tma 740 / 1876 / 1764.
+    - 16384 tokens, 1024 / 4096 / 4096 rows, the card at its power limit, the first product: tma 128x128x64 w8 s3 1646 /
+      13460 / 13385, specialized 64x128x64 s5 1810 / 13833 / 13682; the second: tma 128x256x64 w8 s4 813 / 5931 / 6324,
+      specialized 128x128x64 s6 837 / 6592 / 6553. (A library product of 8192^3 ran at 666 to 688 TFLOP/s beside them.)
+    """
+    rows = cdiv(num_rows, num_slots)
+    if rows <= 8 or generation < 9:
+        return _pointer_rule(num_rows, rows, generation, num_products)
+    wide = 2 // num_products
+    if rows <= 24:
+        return TileConfig(32, 64 * wide, 128, 4, 3, "tma")
+    if generation == 9 and rows <= 48:
+        return TileConfig(64, 64 * wide, 128, 4, 4, "specialized")
+    if generation == 9 and rows <= 96:
+        return TileConfig(128, 64 * wide, 64, 4, 6, "specialized")
+    if generation == 9 and rows <= 512:
+        return TileConfig(64, 128 * wide, 64, 4, 5, "specialized")
+    if rows <= 96:
+        return TileConfig(64, 128 * wide, 64, 8, 4, "tma")
+    return TileConfig(128, 128 * wide, 64, 8, 3 if gathered else 4, "tma")
+
+
+def _pointer_rule(num_rows: int, rows: int, generation: int, num_products: int) -> TileConfig:
+    roomy = generation in _LARGE_SHARED_MEMORY
+    if rows <= 8:
+        if roomy and num_rows <= 8:
+            return TileConfig(16, 32, 256, 4, 5 - num_products)
+        block_n = 64 // num_products
+        return TileConfig(16, block_n, 128, 4, 6) if roomy else TileConfig(16, block_n, 64, 4, 4)
     if rows <= 64:
         return TileConfig(max(16, next_power_of_2(rows)), 128 // num_products, 64, 4, 4 if roomy else 3)
     if roomy:
         return TileConfig(128, 256 // num_products, 64, 8, 3)
     return TileConfig(128, 128 // num_products, 32, 8, 3)
+
+
+def _fp32_tile(rows: int, num_products: int) -> TileConfig:
+    return TileConfig(min(64, max(16, next_power_of_2(rows))), 64 // num_products, 32, 4, 2)
+
+
+def linear_tile(
+    num_rows: int,
+    num_columns: int,
+    dtype: torch.dtype,
+    generation: int,
+    multiprocessors: int,
+    *,
+    num_heads: int = 1,
+) -> TileConfig:
+    """The tile of a plain product, or of one for each head: the largest one of which most multiprocessors get one.
+
+    Measured on an H200, weights [N, K], microseconds (in brackets the library's).
+    8 rows: [5120, 2048] 16x32x128 s5 9.1 (8.5); [2048, 4096] 16x16x256 s8 9.3 (98); [6144, 4096] 16x64x128 17.0 (18.3);
+    [4096, 4096] 16x32x128 s5 12.1 (21.5); [151936, 2048] 16x64x128 146 (162).
+    64 rows: [5120, 2048] 64x64x128 9.2 (9.4); [2048, 4096] 64x32x128 s6 10.8 (9.6); [4096, 4096] 64x32x128 s6 13.0
+    (13.0); [151936, 2048] 64x128x64 s5 160 (171).
+    """
+    if dtype == torch.float32:
+        return _fp32_tile(num_rows, 1)
+    roomy = generation in _LARGE_SHARED_MEMORY
+    enough = 0.6 * multiprocessors
+
+    def programs(block_m: int, block_n: int) -> int:
+        return cdiv(num_rows, block_m) * cdiv(num_columns, block_n) * num_heads
+
+    if num_rows <= 64:
+        block_m = 16 if num_rows <= 16 else 64  # 32 rows by 32-row tiles: 12.2 us for [5120, 2048], by 64-row ones 9.4
+        if not roomy:
+            return TileConfig(block_m, next((n for n in (64, 32) if programs(block_m, n) >= enough), 16), 64, 4, 3)
+        if block_m > 16 and programs(block_m, 128) >= 8 * enough:
+            return TileConfig(block_m, 128, 64, 4, 5)
+        if programs(block_m, 64) >= enough:
+            return TileConfig(block_m, 64, 128, 4, 4)
+        if programs(block_m, 32) >= enough or block_m > 16:
+            return TileConfig(block_m, 32, 128, 4, 5 if block_m == 16 else 6)
+        return TileConfig(16, 16, 256, 4, 6)
+    if roomy and programs(128, 256) >= enough:
+        return TileConfig(128, 256, 64, 8, 3)
+    if programs(128, 128) >= enough:
+        return TileConfig(128, 128, 64 if roomy else 32, 8, 3)
+    for block_n in (64, 32):
+        if programs(64, block_n) >= enough:
+            return TileConfig(64, block_n, 128 if roomy else 64, 4, 4 if roomy else 3)
+    # Few columns, as the router's: its time is that of one program, whatever the tile.
+    return TileConfig(16, 16, 256 if roomy else 128, 4, 4)

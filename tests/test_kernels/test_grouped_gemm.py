@@ -15,7 +15,7 @@ from kernels.grouped_gemm import (
     grouped_gemm_swiglu_triton,
     grouped_gemm_triton,
 )
-from kernels.tiles import TileConfig, matrix_tile
+from kernels.tiles import TileConfig, grouped_rule
 from tests.aot import ARCHS, aot, compile_ahead
 from tests.compare import assert_close_as_torch, assert_same_bits, max_rel
 from tests.shapes import HIDDEN, INTERMEDIATE, NUM_TOKENS, WILD_INDEX
@@ -167,11 +167,58 @@ def test_bits_do_not_depend_on_tile_or_batch(triton_op, reference, swiglu, dtype
     x_XD, w_SND = draw(256, 2880, dtype=dtype, device="cuda"), draw(3, 512, 2880, dtype=dtype, device="cuda", seed=1)
     offsets_S1 = int32([0, 3, 250, 256], "cuda")
     whole = triton_op(x_XD, w_SND, offsets_S1, num_rows=256)
-    for tile in TILES:
+    tiles = [*TILES, *([] if dtype == torch.float32 else BLOCK_TILES[swiglu])]
+    for tile in tiles:
         assert_same_bits(triton_op(x_XD, w_SND, offsets_S1, num_rows=256, tile=tile), whole)
     for row in (3, 100, 249):
         one = triton_op(x_XD[row : row + 1].clone(), w_SND, int32([0, 0, 1, 1], "cuda"), num_rows=1)
         assert_same_bits(one, whole[row : row + 1])
+
+
+BLOCK_TILES = {
+    swiglu: [
+        TileConfig(32, 128 // products, 128, 4, 3, "tma"),
+        TileConfig(128, 256 // products, 64, 8, 4, "tma"),
+        TileConfig(64, 128 // products, 128, 4, 4, "specialized"),
+        TileConfig(64, 256 // products, 64, 4, 5, "specialized"),
+        TileConfig(128, 128 // products, 64, 4, 6, "specialized"),
+    ]
+    for swiglu, products in ((False, 1), (True, 2))
+}
+"""The forms that read blocks by the copy engine, each in the sizes of the rule: plain, and with gate and up."""
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("at", range(5))
+@pytest.mark.parametrize("indexed", [True, False], ids=["indexed", "in-order"])
+@pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
+@pytest.mark.parametrize(("triton_op", "reference", "swiglu"), OPS)
+def test_ragged_rows_by_blocks(triton_op, reference, swiglu, counts, indexed, at):
+    """Widths that no tile divides (D 200, N 136): the blocks at the edges are filled up with zeros."""
+    tile = BLOCK_TILES[swiglu][at]
+    for dtype in (torch.bfloat16, torch.float16):
+        options = {"dtype": dtype, "device": "cuda", "swiglu": swiglu, "indexed": indexed, "tile": tile}
+        check(triton_op, counts, 200, 272 if swiglu else 136, **options)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("at", range(5))
+@pytest.mark.parametrize(("triton_op", "reference", "swiglu"), OPS)
+def test_many_tiles_a_program(triton_op, reference, swiglu, at):
+    """Some 400 tiles over all multiprocessors, of slots with many rows, few and none; the last rows half a tile."""
+    counts = (1000, 0, 129, 64, 65, 1, 700, 0, 127, 128, 0)
+    options = {"dtype": torch.bfloat16, "device": "cuda", "swiglu": swiglu, "tile": BLOCK_TILES[swiglu][at]}
+    for indexed in (True, False):
+        check(triton_op, counts, 512, 4096, indexed=indexed, **options)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("triton_op", "reference", "swiglu"), OPS)
+def test_operands_that_no_block_can_read_take_pointers(triton_op, reference, swiglu):
+    """Rows of 36 columns are 72 bytes, no multiple of 16."""
+    options = {"dtype": torch.bfloat16, "device": "cuda", "swiglu": swiglu, "indexed": True}
+    check(triton_op, (100, 80), 36, 72, tile=BLOCK_TILES[swiglu][0], **options)
+    check(triton_op, (1000, 80), 36, 72, **options)
 
 
 @pytest.mark.gpu
@@ -221,8 +268,16 @@ def test_compiles_for_one_slot_and_one_column():
 @pytest.mark.parametrize(("rows", "even"), [(1, True), (4096, True), (4096, False)])
 @pytest.mark.parametrize("arch", ARCHS)
 def test_compiles(arch, rows, even, swiglu):
-    tile = matrix_tile(rows, torch.bfloat16, arch // 10, num_products=2 if swiglu else 1)
-    args: dict[str, object] = {"num_columns": "i32", "width": "i32", "num_slots": "i32", "EVEN": even, "PDL": arch >= 90}
+    """The rule's tile for a few rows; for many the largest one of cards without TMA."""
+    products = 2 if swiglu else 1
+    tile = grouped_rule(rows, 1, min(arch // 10, 8), num_products=products, gathered=swiglu)
+    args: dict[str, object] = {
+        "num_columns": "i32",
+        "width": "i32",
+        "num_slots": "i32",
+        "EVEN": even,
+        "PDL": arch >= 90,
+    }
     args |= {"stride_x": "i32", "stride_ws": "i64", "stride_wn": "i32", "stride_y": "i32"}
     args |= {"x_ptr": "*bf16", "w_ptr": "*bf16", "offsets_ptr": "*i32", "y_ptr": "*bf16"}
     args |= {"index_ptr": "*i32" if swiglu else None, "SWIGLU": swiglu, "BLOCK_S": 128, "GROUP_M": 8}

@@ -17,7 +17,7 @@ from kernels.linear import (
     linear_triton,
 )
 from kernels.routing import RoutingRule, route
-from kernels.tiles import TileConfig, matrix_tile
+from kernels.tiles import TileConfig, linear_tile
 from tests.aot import ARCHS, aot, compile_ahead
 from tests.compare import assert_close_as_torch, assert_same_bits
 from tests.shapes import HIDDEN, NUM_TOKENS
@@ -171,10 +171,12 @@ def test_bits_do_not_depend_on_tile_or_batch(dtype):
 
 
 @aot
-@pytest.mark.parametrize("rows", [1, 4096])
+@pytest.mark.parametrize(
+    ("rows", "columns"), [(1, 5120), (1, 2048), (64, 5120), (64, 151936), (4096, 4096), (256, 128)]
+)
 @pytest.mark.parametrize("arch", ARCHS)
-def test_compiles(arch, rows):
-    tile = matrix_tile(rows, torch.bfloat16, arch // 10)
+def test_compiles(arch, rows, columns):
+    tile = linear_tile(rows, columns, torch.bfloat16, arch // 10, multiprocessors=132)
     args: dict[str, object] = {"num_rows": "i32", "num_columns": "i32", "width": "i32"}
     args |= {f"stride_{name}": "i32" for name in ("xm", "xh", "wn", "wh", "ym", "yh")}
     args |= {"x_ptr": "*bf16", "w_ptr": "*bf16", "bias_ptr": "*bf16", "y_ptr": "*fp32", "WIDE": False, "GROUP_M": 8}

@@ -1,0 +1,52 @@
+"""The forms of the grouped product that read blocks by the copy engine compile, for each tile of the rule."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kernels.grouped_gemm_specialized import _grouped_gemm_specialized_kernel
+from kernels.grouped_gemm_tma import _grouped_gemm_tma_kernel, tma_serves
+from kernels.tiles import grouped_rule, tile_of_name
+from tests.aot import aot, compile_ahead
+from tests.gluon_aot import box, compile_gluon_ahead
+
+
+def block_cases() -> list[tuple[int, str, bool, bool]]:
+    """(arch, tile, SwiGLU, gathered) of the rule from 16 rows a slot on."""
+    cases = set()
+    for arch in (90, 100):
+        for rows in (16, 32, 64, 256, 4096):
+            for swiglu, gathered in ((False, False), (True, True), (True, False)):
+                tile = grouped_rule(rows * 8, 8, arch // 10, num_products=1 + swiglu, gathered=gathered)
+                cases.add((arch, tile.name, swiglu, gathered))
+    return sorted(cases)
+
+
+@aot
+@pytest.mark.parametrize(("arch", "name", "swiglu", "gathered"), block_cases())
+def test_compiles(arch, name, swiglu, gathered):
+    tile, products = tile_of_name(name), 1 + swiglu
+    args: dict[str, object] = {"num_columns": "i32", "width": "i32", "num_slots": "i32"}
+    args |= {"offsets_ptr": "*i32", "y_ptr": "*bf16", "stride_y": "i32", "index_ptr": "*i32" if gathered else None}
+    args |= {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k}
+    args |= {"SWIGLU": swiglu, "GROUP_M": 8, "PDL": True}
+    if tile.form == "specialized":
+        args |= {"x": "*bf16" if gathered else box("bf16", tile.block_m, tile.block_k)}
+        args |= {"w_desc": box("bf16", tile.block_n, tile.block_k), "STAGES": tile.num_stages}
+        args |= {"stride_x8": "i32"}
+        compile_gluon_ahead(_grouped_gemm_specialized_kernel, args, num_warps=tile.num_warps)
+        return
+    args |= {"x": "*bf16" if gathered else f"tensordesc<bf16[{tile.block_m}, {tile.block_k}]>"}
+    args |= {"w_desc": f"tensordesc<bf16[{products}, {tile.block_n}, {tile.block_k}]>", "BLOCK_S": 128, "EVEN": True}
+    args |= {"stride_x": "i32"}
+    args |= {"PERSISTENT": not gathered and tile.num_warps == 8}
+    compile_ahead(_grouped_gemm_tma_kernel, arch, args, num_warps=tile.num_warps, num_stages=tile.num_stages)
+
+
+def test_what_blocks_can_be_read_of():
+    x_XD, w_SND = torch.zeros(3, 64, dtype=torch.bfloat16), torch.zeros(2, 8, 64, dtype=torch.bfloat16)
+    assert tma_serves(x_XD, w_SND)
+    assert not tma_serves(x_XD, w_SND[:, :4])  # weights not in one piece
+    assert not tma_serves(x_XD[:, 1:], w_SND)  # rows begin two bytes after a multiple of 16
+    assert not tma_serves(torch.zeros(3, 36, dtype=torch.bfloat16), torch.zeros(2, 8, 36, dtype=torch.bfloat16))
