@@ -1,10 +1,12 @@
-"""Try tiles of the grouped products: `python -m launch.tune shapes=qwen3 tokens=1,64 seconds=60 result=tiles.json`.
+"""Try tiles of the grouped products: `python -m launch.tune shapes=qwen3 tokens=1,64 seconds=60 write=true`.
 
 For each layer shape and number of tokens, both products: every candidate once briefly, then the best few and the rule's
 own choice interleaved, by graph replay over rotating operands. Compiling is most of the work, so worker processes fill
 Triton's cache first, side by side. `seconds` bounds the measuring of all points together; what did not fit is said.
 
-Knows tiles and what may fit a card; changes no rule: the result is a table to choose from.
+Knows tiles and what may fit a card; changes no rule. `write=true` puts what beats the rule into the card's table, which
+the kernels ask before the rule (kernels/tuned/: by device, experts, sizes and dtype); `result` is a file with all
+times.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import product
 from typing import Any, Literal
 
@@ -25,7 +27,15 @@ from rich.table import Table
 from torch import Tensor
 
 from kernels.grouped_gemm import grouped_gemm_swiglu_triton, grouped_gemm_triton
-from kernels.tiles import TileConfig
+from kernels.tiles import (
+    TileConfig,
+    device_generation,
+    grouped_rule,
+    operation_name,
+    read_table,
+    table_file,
+    tile_of_name,
+)
 from launch.bench_layer import TOKENS, LayerBank, LayerOperands, LayerShape, experts_hit, layer_shape
 from launch.figure import number, short
 from launch.machine import machine_record
@@ -36,7 +46,9 @@ Product = Literal["gemm1", "gemm2"]  # gate and up with SwiGLU; down
 PRODUCTS: tuple[Product, ...] = ("gemm1", "gemm2")
 SHARED_BYTES = 227 << 10  # of one program on a Hopper card
 FINALISTS = 4
-KEYS = ("shapes", "tokens", "products", "seconds", "workers", "commit", "result")
+WORTH = 1.03
+"""A tile enters the table where the rule takes this many times as long: less is noise."""
+KEYS = ("shapes", "tokens", "products", "seconds", "workers", "commit", "result", "write")
 
 
 @dataclass(frozen=True)
@@ -68,46 +80,46 @@ class Outcome:
         return self.final["rule"] / self.final[self.best] if self.best and "rule" in self.final else None
 
 
-def tile_name(tile: TileConfig) -> str:
-    """
-    >>> tile_name(TileConfig(16, 64, 128, 4, 5))
-    '16x64x128 w4 s5'
-    """
-    return f"{tile.block_m}x{tile.block_n}x{tile.block_k} w{tile.num_warps} s{tile.num_stages}"
-
-
-def candidates(rows: float, num_products: int) -> list[TileConfig]:
+def candidates(rows: float, num_products: int, generation: int) -> list[TileConfig]:
     """Tiles worth trying for so many rows an expert: they fit shared memory and registers, and no warp idles.
 
-    Few rows: flat tiles of any depth. Many: large ones.
+    Few rows: flat tiles of any depth. Many: large ones, in every form that the card has.
     """
-    if rows <= 16:
-        sizes = product((16,), (32, 64, 128), (64, 128, 256), (4,), (3, 4, 5))
+    if rows <= 8:
+        sizes = product((16,), (32, 64, 128), (64, 128, 256), (4,), (3, 4, 6))
     elif rows <= 96:
-        sizes = product((16, 32, 64), (32, 64, 128), (64, 128), (4,), (3, 4, 5))
+        sizes = product((16, 32, 64), (64, 128), (64, 128), (4,), (3, 4))
     else:
-        sizes = product((64, 128), (64, 128, 256), (32, 64, 128), (4, 8), (3, 4))
-    tiles = [TileConfig(*size) for size in sizes]
-    return [tile for tile in tiles if fits(tile, num_products)]
+        sizes = product((64, 128), (128, 256), (64,), (4, 8), (3, 4))
+    tiles = [TileConfig(m, n // num_products, k, warps, stages) for m, n, k, warps, stages in sizes]
+    if generation >= 9 and rows > 4:
+        tiles += [replace(tile, form="tma") for tile in tiles if tile.block_m * tile.block_n * num_products >= 32 * 128]
+    if generation == 9 and rows > 8:
+        sizes = product((64, 128), (64, 128, 256), (64, 128), (4,), (3, 4, 5, 6, 8))
+        tiles += [TileConfig(m, n // num_products, k, warps, stages, "specialized") for m, n, k, warps, stages in sizes]
+    return [tile for tile in tiles if tile.block_n >= 16 and fits(tile, num_products)]
 
 
 def fits(tile: TileConfig, num_products: int) -> bool:
-    """bf16 operands of all stages in shared memory; 4 to 128 fp32 sums a thread."""
-    shared = tile.num_stages * (tile.block_m + num_products * tile.block_n) * tile.block_k * 2
-    sums = tile.block_m * tile.block_n * num_products / (tile.num_warps * 32)
-    return shared <= SHARED_BYTES and 4 <= sums <= 128
+    """bf16 operands of all stages in shared memory, half of the results beside them; 4 to 128 fp32 sums a thread."""
+    sums = tile.block_m * tile.block_n * num_products
+    shared, threads = tile.shared_bytes(num_products), tile.num_warps * 32
+    if tile.form == "specialized":
+        shared += 2 * sums
+    return shared <= SHARED_BYTES and 4 <= sums / threads <= 128
 
 
 def tune_point(
     point: Point,
     tiles: Sequence[TileConfig],
-    time_tiles: Callable[[dict[str, TileConfig | None], float], dict[str, float]],
+    rule: TileConfig,
+    time_tiles: Callable[[dict[str, TileConfig], float], dict[str, float]],
     deadline: float,
     clock: Callable[[], float] = time.monotonic,
 ) -> Outcome:
-    """Screen the tiles until the deadline, then settle between the best and the rule.
+    """Screen the tiles until the deadline, then settle between the best and the rule's.
 
-    `time_tiles` gives the seconds of each named tile (None: the rule's), measured together for so long.
+    `time_tiles` gives the seconds of each named tile, measured together for so long.
     """
     outcome = Outcome(point)
     for index, tile in enumerate(tiles):
@@ -116,12 +128,11 @@ def tune_point(
             break
         outcome.screened[tile] = time_tiles({"tile": tile}, 0.01)["tile"]
     best = sorted(outcome.screened, key=lambda tile: outcome.screened[tile])[:FINALISTS]
-    named: dict[str, TileConfig | None] = {tile_name(tile): tile for tile in best}
-    outcome.final = time_tiles(named | {"rule": None}, 0.15)
+    outcome.final = time_tiles({tile.name: tile for tile in best} | {"rule": rule}, 0.15)
     return outcome
 
 
-def product_calls(rotation: Sequence[LayerOperands], which: Product, tile: TileConfig | None) -> list[Call]:
+def product_calls(rotation: Sequence[LayerOperands], which: Product, tile: TileConfig) -> list[Call]:
     """The calls of one product over a rotation. Rows are packed beforehand; gemm2 reads random rows."""
     calls: list[Call] = []
     for operands in rotation:
@@ -187,23 +198,32 @@ class Tuner:
             for (shape, which, tile), error in zip(jobs, pool.map(compile_tile, *zip(*jobs), chunksize=1)):
                 self._compiled[shape.name, which, tile] = error is None
                 if error is not None:
-                    self.failed[f"{shape.name} {which} {tile_name(tile)}"] = error
+                    self.failed[f"{shape.name} {which} {tile.name}"] = error
         return time.monotonic() - started
 
     def run(self, shapes: Sequence[LayerShape], tokens: Sequence[int], products: Sequence[Product]) -> list[Outcome]:
         """Every point gets an equal part of the time that is left when its turn comes."""
-        points: list[tuple[LayerShape, int, Product, list[TileConfig]]] = [
-            (shape, num_tokens, which, candidates(mean_rows(shape, num_tokens), 2 if which == "gemm1" else 1))
+        generation = device_generation(torch.empty(0, device=self.device))
+        points: list[tuple[LayerShape, int, Product, list[TileConfig], TileConfig]] = [
+            (
+                shape,
+                num_tokens,
+                which,
+                candidates(mean_rows(shape, num_tokens), num_products(which), generation),
+                rule_tile(shape, which, num_tokens, generation),
+            )
             for shape in shapes
             for num_tokens in tokens
             for which in products
         ]
-        compile_s = self.compile((shape, which, tile) for shape, _, which, tiles in points for tile in tiles)
+        compile_s = self.compile(
+            (shape, which, tile) for shape, _, which, tiles, rule in points for tile in (*tiles, rule)
+        )
         self.console.print(f"compiled in {compile_s:.1f} s; {len(self.failed)} tiles could not be")
         end = time.monotonic() + self.seconds
         outcomes: list[Outcome] = []
         bank: LayerBank | None = None
-        for index, (shape, num_tokens, which, tiles) in enumerate(points):
+        for index, (shape, num_tokens, which, tiles, rule) in enumerate(points):
             if bank is None or bank.shape != shape:
                 del bank
                 torch.cuda.empty_cache()
@@ -214,13 +234,13 @@ class Tuner:
             deadline = now + max(end - now, 0.0) / (len(points) - index)
             usable = [tile for tile in tiles if self._compiled[shape.name, which, tile]]
             point = Point(shape.name, which, num_tokens, rows)
-            outcomes.append(tune_point(point, usable, self._timer(rotation, which), deadline))
+            outcomes.append(tune_point(point, usable, rule, self._timer(rotation, which), deadline))
         return outcomes
 
     def _timer(
         self, rotation: Sequence[LayerOperands], which: Product
-    ) -> Callable[[dict[str, TileConfig | None], float], dict[str, float]]:
-        def time_tiles(named: dict[str, TileConfig | None], seconds: float) -> dict[str, float]:
+    ) -> Callable[[dict[str, TileConfig], float], dict[str, float]]:
+        def time_tiles(named: dict[str, TileConfig], seconds: float) -> dict[str, float]:
             variants = {name: product_calls(rotation, which, tile) for name, tile in named.items()}
             timings = time_variants(variants, self.device, seconds=seconds)
             return {name: timing.median for name, timing in timings.items()}
@@ -233,6 +253,49 @@ def mean_rows(shape: LayerShape, num_tokens: int) -> float:
     return max(1.0, num_tokens * shape.top_k / shape.num_experts)
 
 
+def num_products(which: Product) -> int:
+    """Weight matrices that a program multiplies at once."""
+    return 2 if which == "gemm1" else 1
+
+
+def rule_tile(shape: LayerShape, which: Product, num_tokens: int, generation: int) -> TileConfig:
+    """What the rule says, whatever the table does."""
+    num_rows = num_tokens * shape.top_k
+    gathered = which == "gemm1"
+    return grouped_rule(num_rows, shape.num_experts, generation, num_products=num_products(which), gathered=gathered)
+
+
+Tuned = dict[str, dict[int, TileConfig]]
+"""operation -> total rows -> tile, as `kernels.tiles.read_table` gives it"""
+
+
+def updated_table(table: Tuned, outcomes: Sequence[Outcome]) -> Tuned:
+    """The table with each tile that beats the rule by WORTH, and without one where none does any more."""
+    table = {operation: dict(by_rows) for operation, by_rows in table.items()}
+    for outcome in outcomes:
+        shape, which = layer_shape(outcome.point.shape), outcome.point.product
+        columns, width = (shape.width, shape.hidden) if which == "gemm1" else (shape.hidden, shape.width)
+        operation = operation_name(shape.num_experts, columns, width, num_products(which), torch.bfloat16)
+        by_rows, num_rows = table.setdefault(operation, {}), outcome.point.num_tokens * shape.top_k
+        by_rows.pop(num_rows, None)
+        if outcome.best is not None and outcome.best != "rule" and (outcome.rule_over_best or 0) >= WORTH:
+            by_rows[num_rows] = tile_of_name(outcome.best)
+    return {operation: by_rows for operation, by_rows in table.items() if by_rows}
+
+
+def write_table(device_name: str, outcomes: Sequence[Outcome]) -> str:
+    """Brings the card's table in the package up to date; returns where it lies. OSError: it cannot be written there."""
+    path = table_file(device_name)
+    table = updated_table(read_table(device_name), outcomes)
+    text = {
+        operation: {str(rows): tile.name for rows, tile in sorted(by_rows.items())}
+        for operation, by_rows in sorted(table.items())
+    }
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps(text, indent=1) + "\n", encoding="utf-8")
+    return str(path)
+
+
 def as_dict(outcome: Outcome) -> dict[str, Any]:
     """JSON-ready; microseconds."""
     screened = sorted(outcome.screened.items(), key=lambda item: item[1])
@@ -240,7 +303,7 @@ def as_dict(outcome: Outcome) -> dict[str, Any]:
         "best": outcome.best,
         "rule_over_best": None if outcome.rule_over_best is None else short(outcome.rule_over_best),
         "final_us": {name: short(seconds * 1e6) for name, seconds in outcome.final.items()},
-        "screened_us": {tile_name(tile): short(seconds * 1e6) for tile, seconds in screened},
+        "screened_us": {tile.name: short(seconds * 1e6) for tile, seconds in screened},
         "skipped": outcome.skipped,
     }
 
@@ -274,12 +337,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         own = read_words(words)
         shapes = [layer_shape(text) for text in split_list(own.get("shapes", "qwen3,mixtral,dsv3-ep8"))]
+        if any(shape.fp8 for shape in shapes):
+            raise ValueError(f"shapes={own['shapes']}: fp8 experts have kernels of their own; name shapes of bf16.")
         tokens = positives(own, "tokens", TOKENS)
         chosen = split_list(own.get("products", "gemm1,gemm2"))
         products: list[Product] = [name for name in PRODUCTS if name in chosen]
         if len(products) != len(chosen) or not products:
             raise ValueError(f"products={own['products']} is unknown; use gemm1, gemm2 or both.")
         seconds = number_above_zero(own, "seconds", float, 120.0)
+        write = own.get("write", "false")
+        if write not in ("true", "false"):
+            raise ValueError(f"write={write} is neither true nor false.")
         workers, result = number_above_zero(own, "workers", int, 12), output_file(own, "result")
         if not torch.cuda.is_available():
             raise ValueError("tiles are chosen by timing them on an NVIDIA GPU, and torch sees none.")
@@ -295,6 +363,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         whole = record | {"failed": tuner.failed, "points": [as_dict(outcome) for outcome in outcomes]}
         result.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
         print(f"result: {result}")
+    if write == "true":
+        print(f"table: {write_table(torch.cuda.get_device_name(device), outcomes)}")
     return 0
 
 
