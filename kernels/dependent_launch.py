@@ -5,7 +5,10 @@ next kernel's programs are placed as soon as every program of the last one runs,
 
 A kernel that takes part calls `wait_for_inputs(PDL)` before anything else, in every program, also those that have
 nothing to do: a kernel that ended without waiting would let its successor run before its predecessor has ended. Then
-every kernel sees what all kernels before it wrote, as without the attribute.
+every kernel sees what all kernels before it wrote, as without the attribute. Only weights, which no kernel of a step
+writes, may be asked for earlier.
+
+One H200: 0.4 us less for each kernel of 1 to 2 us in a chain of them.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ Worked example: three tokens, K = 2, experts 0 and 1 live in slots 1 and 0, expe
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -53,7 +53,7 @@ _ONE_LAUNCH_ROWS = 4096
 _BLOCK = 128
 """Many rows: rows per program; those of one block are ranked by comparing each with each."""
 
-_SCANS = ((512, 4), (2048, 8))
+_SCANS = ((128, 4), (512, 4), (2048, 8))
 """Few rows: (rows that a slot's program takes at once, warps), the first that takes them all, else the last. On an H200
 512 rows took 1.9 us with the first and 2.7 with the second, 2048 rows 5.5 and 3.0."""
 
@@ -254,10 +254,12 @@ def pack_counts_triton(expert_ids_TK: Tensor, slot_of_E: Tensor, num_slots: int)
     block_counts_SN = torch.empty(num_slots, num_blocks, dtype=torch.int32, device=ids_TK.device)
     slot_counts_S = torch.empty(num_slots, dtype=torch.int32, device=ids_TK.device)
     sizes = (num_rows, num_experts, num_slots, num_blocks)
-    options: dict[str, Any] = {"num_warps": 4, **dependent_launch(ids_TK)}
-    _count_kernel[(num_blocks,)](ids_TK, slot_of_E, block_counts_SN, *sizes, BLOCK=_BLOCK, BINS=bins, **options)
-    _sum_blocks_kernel[(num_slots,)](block_counts_SN, slot_counts_S, num_blocks, BLOCK_B=1024, **options)
-    _sum_slots_kernel[(1,)](slot_counts_S, packed.offsets_S1, num_slots, BINS=bins, **options)
+    pdl = dependent_launch(ids_TK)
+    _count_kernel[(num_blocks,)](
+        ids_TK, slot_of_E, block_counts_SN, *sizes, BLOCK=_BLOCK, BINS=bins, num_warps=4, **pdl
+    )
+    _sum_blocks_kernel[(num_slots,)](block_counts_SN, slot_counts_S, num_blocks, BLOCK_B=1024, num_warps=4, **pdl)
+    _sum_slots_kernel[(1,)](slot_counts_S, packed.offsets_S1, num_slots, BINS=bins, num_warps=4, **pdl)
     _rank_kernel[(num_blocks,)](
         ids_TK,
         slot_of_E,
@@ -268,7 +270,8 @@ def pack_counts_triton(expert_ids_TK: Tensor, slot_of_E: Tensor, num_slots: int)
         *sizes,
         TOP_K=top_k,
         BLOCK=_BLOCK,
-        **options,
+        num_warps=4,
+        **pdl,
     )
     return packed
 

@@ -239,7 +239,7 @@ def _route_kernel(
     total = tl.zeros((BLOCK_T,), tl.float32)
     score_bits = scores.to(tl.int32, bitcast=True)
     for k in range(TOP_K):
-        best, first = _best(key, place)
+        best, first = _best(key, place)  # pyright: ignore
         chosen = place == first[:, None]
         if bias_ptr is None:
             # The score is what was selected by (but in rows of NaN, whose weights are NaN anyway).

@@ -23,7 +23,7 @@ from kernels.mla_decode import mla_decode
 from kernels.qk_rope_store import Rope
 from kernels.rmsnorm import rmsnorm
 from moe.model.config import MLAConfig, ModelConfig
-from moe.model.linear import Parameters
+from moe.model.linear import Linear, Parameters
 from moe.model.step_input import DecodeBatch
 from moe.model.step_plan import MLARound, StepPlan
 
@@ -37,6 +37,24 @@ class MLAWorkspace:
     def __init__(self, attention: MLAConfig, tokens: int, dtype: torch.dtype, device: torch.device | str) -> None:
         shape = (tokens, attention.num_heads, attention.qk_head_dim)
         self.k_WHC = torch.empty(shape, dtype=dtype, device=device)
+
+
+def _join(parameters: Parameters, *names: str) -> Linear:
+    """These products of the same rows as one, whose columns follow each other: one launch reads one stretch of weights.
+
+    Before anything is loaded: their parameters become parts of the joint ones.
+    """
+    weights = [parameters[f"{name}.weight"] for name in names]
+    rows = [weight_NK.shape[0] for weight_NK in weights]
+    joint_NK = weights[0].new_empty(sum(rows), weights[0].shape[1])
+    parameters.tensors |= {f"{name}.weight": part for name, part in zip(names, joint_NK.split(rows))}
+    bias_N: Tensor | None = None
+    if any(parameters.get(f"{name}.bias") is not None for name in names):
+        bias_N = weights[0].new_zeros(sum(rows))
+        parts = zip(names, bias_N.split(rows))
+        parameters.tensors |= {f"{name}.bias": part for name, part in parts if f"{name}.bias" in parameters.tensors}
+    joint = parameters.linears[" + ".join(names)] = Linear(joint_NK, bias_N)
+    return joint
 
 
 class MLAttention:
@@ -53,11 +71,9 @@ class MLAttention:
         self.cos_sin_PR = cos_sin_PR
         self.workspace = workspace
         self.q_a_norm_A = parameters.get(f"{name}.q_a_norm.weight")
-        if self.dims.q_lora_rank is None:
-            self.q_a, self.q_b = None, parameters.linear(f"{name}.q")
-        else:
-            self.q_a, self.q_b = parameters.linear(f"{name}.q_a"), parameters.linear(f"{name}.q_b")
-        self.kv_a = parameters.linear(f"{name}.kv_a")
+        # What the layer's rows are multiplied with first: queries, or their latents, and the keys' latents.
+        self.q_b: Linear | None = None if self.dims.q_lora_rank is None else parameters.linear(f"{name}.q_b")
+        self.q_kv_a = _join(parameters, f"{name}.q" if self.q_b is None else f"{name}.q_a", f"{name}.kv_a")
         self.kv_a_norm_L = parameters[f"{name}.kv_a_norm.weight"]
         self.kv_b = parameters.linear(f"{name}.kv_b")
         self.o = parameters.linear(f"{name}.o")
@@ -72,12 +88,11 @@ class MLAttention:
 
     def __call__(self, x_TD: Tensor, plan: StepPlan, cache_NPX: Tensor) -> Tensor:
         step, dims = plan.step, self.dims
-        q_THC = self._queries(x_TD)
+        q_TX, kv_TX = self.q_kv_a(x_TD).tensor_split((-dims.kv_lora_rank - dims.qk_rope_head_dim,), dim=1)
+        q_THC = self._queries(q_TX)
         q_pe_THR = q_THC[..., dims.qk_nope_head_dim :]
         rope = Rope(step.positions_T, self.cos_sin_PR, self.interleaved)
-        latent_rope_store(
-            q_pe_THR, self.kv_a(x_TD), self.kv_a_norm_L, LATENT_NORM_EPS, rope, cache_NPX, step.slot_mapping_T
-        )
+        latent_rope_store(q_pe_THR, kv_TX, self.kv_a_norm_L, LATENT_NORM_EPS, rope, cache_NPX, step.slot_mapping_T)
 
         parts: list[Tensor] = []
         if step.decode is not None:
@@ -87,11 +102,11 @@ class MLAttention:
         out_THV = torch.cat(parts) if len(parts) != 1 else parts[0]
         return self.o(out_THV.view(-1, dims.num_heads * dims.v_head_dim))
 
-    def _queries(self, x_TD: Tensor) -> Tensor:
-        """q_THC, [nope; rope] per head, not rotated yet."""
-        if self.q_a is not None and self.q_a_norm_A is not None:
-            x_TD = rmsnorm(self.q_a(x_TD), self.q_a_norm_A, LATENT_NORM_EPS)
-        return self.q_b(x_TD).view(-1, self.dims.num_heads, self.dims.qk_head_dim)
+    def _queries(self, q_TX: Tensor) -> Tensor:
+        """q_THC, [nope; rope] per head, not rotated yet; of queries or their latents. May be a strided view."""
+        if self.q_b is not None and self.q_a_norm_A is not None:
+            q_TX = self.q_b(rmsnorm(q_TX, self.q_a_norm_A, LATENT_NORM_EPS))
+        return q_TX.unflatten(1, (self.dims.num_heads, self.dims.qk_head_dim))
 
     def _decode(self, q_BHC: Tensor, cache_NPX: Tensor, decode: DecodeBatch) -> Tensor:
         nope = self.dims.qk_nope_head_dim
