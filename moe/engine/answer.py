@@ -5,6 +5,7 @@ Knows tokens that end a text, text streams and output records; knows nothing of 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from moe.engine.request import CompletionOutput, FinishReason, Request, RequestOutput, TokenLogprobs
@@ -111,3 +112,13 @@ def rejection(request: Request, prompt_ids: list[int], error: str) -> RequestOut
     return RequestOutput(
         request.request_id, request.prompt, prompt_ids, outputs, finished=True, error=error, rejected=True
     )
+
+
+def logits_fault(sequence: Sequence, token_id: int) -> str | None:
+    """What is wrong with the logits that gave this token; a sequence's first token answers for its prompt too."""
+    if token_id < 0:
+        return f"the model's logits for position {sequence.num_tokens} hold NaN or infinity; no token was drawn."
+    scores = (each.logprob for entry in sequence.prompt_logprobs if entry for each in entry.values())
+    if not sequence.output_ids and any(math.isnan(score) for score in scores):
+        return "the model's logits for a prompt position hold NaN or infinity."
+    return None

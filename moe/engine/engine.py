@@ -18,13 +18,12 @@ Not thread-safe: LLM holds a lock around every call.
 from __future__ import annotations
 
 import logging
-import math
 import time
 
 from configs.schema import Config
 from kv_cache.pool import KVPool
 from kv_cache.prefix_cache import PrefixCache
-from moe.engine.answer import Answer, rejection
+from moe.engine.answer import Answer, logits_fault, rejection
 from moe.engine.cuda_graphs import DecodeGraphs
 from moe.engine.in_flight import InFlight
 from moe.engine.intake import Intake
@@ -35,7 +34,7 @@ from moe.engine.request import Request, RequestOutput
 from moe.engine.runner import Runner
 from moe.engine.sampler import Sampler
 from moe.engine.scheduler import Schedule, Scheduler
-from moe.engine.sequence import Sequence, Status
+from moe.engine.sequence import Status
 from moe.engine.stats import EngineStats
 from moe.engine.tokenizer import truncate_prompt
 from moe.engine.watchdog import Watchdog
@@ -171,9 +170,7 @@ class Engine:
             return outputs
         started = time.perf_counter()
         try:
-            if self.graphs is not None and self.graphs.num_prepared < self.scheduler.num_unfinished:
-                self._enter("capture", list(self._answers))
-                self.graphs.prepare(self.scheduler.num_unfinished, self.config.engine.capture_seconds)
+            self._capture()
             accepted, self._in_flight = self._launch_ahead()
             if accepted is not None:
                 outputs += self._accept(accepted)
@@ -197,6 +194,17 @@ class Engine:
     def close(self) -> None:
         """End the watchdog's thread. Closing twice is fine."""
         self.watchdog.close()
+
+    def _capture(self) -> None:
+        """Before the first step, and when there is more to do than ever: graphs for all that may run at a time."""
+        num_seqs = self.scheduler.num_unfinished
+        if self.graphs is None or num_seqs <= self.graphs.num_prepared:
+            return
+        try:
+            self._enter("capture", list(self._answers))
+            self.graphs.prepare(num_seqs, self.config.engine.capture_seconds)
+        except Exception as error:
+            raise self._failed(error) from error
 
     def _launch_ahead(self) -> tuple[InFlight | None, InFlight | None]:
         """The step to accept now, and the one launched behind it (None: that one waits for the first)."""
@@ -270,7 +278,7 @@ class Engine:
                 continue  # it ended at the token before, or was aborted
             answer = self._answers[sequence.request.request_id]
             sample = answer.samples[sequence.index]
-            fault = _fault(sequence, token_id) if token_id < 0 or not sequence.output_ids else None
+            fault = logits_fault(sequence, token_id) if token_id < 0 or not sequence.output_ids else None
             if fault is not None:
                 self._fail(answer, fault, forget=True)
             else:
@@ -335,13 +343,3 @@ class Engine:
     def _leave(self) -> None:
         self._stage, self._step_ids = IDLE, []
         self.watchdog.leave()
-
-
-def _fault(sequence: Sequence, token_id: int) -> str | None:
-    """What is wrong with the logits that gave this token; a sequence's first token answers for its prompt too."""
-    if token_id < 0:
-        return f"the model's logits for position {sequence.num_tokens} hold NaN or infinity; no token was drawn."
-    scores = (each.logprob for entry in sequence.prompt_logprobs if entry for each in entry.values())
-    if not sequence.output_ids and any(math.isnan(score) for score in scores):
-        return "the model's logits for a prompt position hold NaN or infinity."
-    return None
