@@ -20,7 +20,7 @@ class KVPool:
         self.num_blocks = num_blocks
         shape = layout.layer_shape(num_blocks)
         self.layers: tuple[Tensor, ...] = tuple(
-            torch.zeros(shape, dtype=layout.dtype, device=device) for _ in range(layout.num_layers)
+            torch.zeros(shape, dtype=layout.layer_dtype, device=device) for _ in range(layout.num_layers)
         )
 
     @property

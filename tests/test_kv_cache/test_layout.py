@@ -24,13 +24,70 @@ def test_mla_bytes_of_deepseek_v3() -> None:
     assert layout.layer_shape(3) == (3, 16, 576)
 
 
-@pytest.mark.parametrize("layout", [KVLayout.gqa(3, 8, 2, 4, torch.float32), KVLayout.mla(2, 4, 6, 2, torch.float16)])
+def test_fp8_bytes_of_mixtral_8x7b() -> None:
+    """A byte an entry, four for each of 2 x 8 scales: 64 KiB and 2 KiB a token. Scales of a layer take none."""
+    layout = KVLayout.gqa(32, 16, 8, 128, torch.bfloat16, "fp8")
+    assert layout.bytes_per_token == 65_536 + 2_048
+    assert layout.layer_shape(7) == (7, 16 * (2 * 8 * 128 + 2 * 8 * 4))
+    of_layer = KVLayout.gqa(32, 16, 8, 128, torch.bfloat16, "fp8-layer")
+    assert of_layer.bytes_per_token == 65_536 and of_layer.layer_shape(7) == (7, 2, 16, 8, 128)
+
+
+def test_int4_bytes_of_mixtral_8x7b() -> None:
+    """Half a byte an entry and a step and a least value for each head: 32 KiB and 4 KiB a token."""
+    layout = KVLayout.gqa(32, 16, 8, 128, torch.bfloat16, "int4")
+    assert layout.bytes_per_token == 32_768 + 4_096
+
+
+def test_fp8_bytes_of_deepseek_v3() -> None:
+    """576 bytes and two scales in each of 61 layers."""
+    assert KVLayout.mla(61, 64, 512, 64, torch.bfloat16, "fp8").bytes_per_token == 61 * (576 + 8)
+
+
+@pytest.mark.parametrize(
+    ("layout", "values", "scales"),
+    [
+        (KVLayout.gqa(1, 4, 3, 10, torch.bfloat16, "fp8"), (5, 2, 4, 3, 10), (5, 2, 4, 3)),
+        (KVLayout.gqa(1, 1, 1, 6, torch.bfloat16, "int4"), (5, 2, 1, 1, 3), (5, 2, 1, 1, 2)),
+        (KVLayout.mla(1, 2, 5, 2, torch.bfloat16, "fp8"), (5, 2, 7), (5, 2, 2)),
+    ],
+)
+def test_values_and_scales_are_views_that_do_not_overlap(layout, values, scales) -> None:
+    """Odd sizes: what lies between them is padding, so that both begin at multiples of 16 bytes in every block."""
+    layer = KVPool(layout, 5, "cpu").layers[0]
+    values_of, scales_of = layout.values(layer), layout.scales(layer)
+    assert scales_of is not None and values_of.shape == values and scales_of.shape == scales
+    values_of.view(torch.uint8).fill_(0x38)
+    assert bool((scales_of == 0).all())
+    scales_of.fill_(3.0)
+    assert bool((values_of.view(torch.uint8) == 0x38).all())
+    for view in (values_of, scales_of):
+        assert view.data_ptr() % 16 == layer.data_ptr() % 16 and view.stride(0) * view.element_size() % 16 == 0
+
+
+def test_what_cannot_be_int4_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"cache.dtype=int4 packs two entries .* head_dim=7 is odd"):
+        KVLayout.gqa(1, 16, 1, 7, torch.bfloat16, "int4")
+    with pytest.raises(ValueError, match=r"cache.dtype=int4 is not offered for latent attention"):
+        KVLayout.mla(1, 16, 512, 64, torch.bfloat16, "int4")
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        KVLayout.gqa(3, 8, 2, 4, torch.float32),
+        KVLayout.mla(2, 4, 6, 2, torch.float16),
+        KVLayout.gqa(2, 2, 3, 10, torch.bfloat16, "fp8"),
+        KVLayout.gqa(2, 2, 3, 10, torch.bfloat16, "fp8-layer"),
+        KVLayout.mla(2, 4, 6, 2, torch.bfloat16, "fp8"),
+    ],
+)
 def test_a_pool_takes_the_bytes_its_layout_says(layout: KVLayout) -> None:
     pool = KVPool(layout, 5, "cpu")
     assert len(pool.layers) == layout.num_layers
     assert sum(layer.numel() * layer.element_size() for layer in pool.layers) == pool.num_bytes
     assert pool.num_bytes == 5 * layout.bytes_per_block
-    assert all(bool((layer == 0).all()) for layer in pool.layers), "stale memory must not hold NaN"
+    assert all(bool((layer.view(torch.uint8) == 0).all()) for layer in pool.layers), "stale memory must not hold NaN"
 
 
 @pytest.mark.parametrize("size", [0, -16, 12, 512])
