@@ -102,6 +102,19 @@ def test_ragged_rows(backend, triton_op, reference, swiglu, counts, indexed):
     check(triton_op, counts, 40, 72, tile=SMALL_TILE, **options)
 
 
+@pytest.mark.parametrize("num_warps", [4, 8], ids=["a-tile-a-program", "persistent-where-in-order"])
+@pytest.mark.parametrize("indexed", [True, False], ids=["indexed", "in-order"])
+@pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
+@pytest.mark.parametrize(("triton_op", "reference", "swiglu"), OPS)
+def test_ragged_rows_by_tma(backend, triton_op, reference, swiglu, counts, indexed, num_warps):
+    """Blocks at the edges (D 40, N 72) are filled up with zeros."""
+    if backend.device == "cuda" and torch.cuda.get_device_capability()[0] < 9:
+        pytest.skip("TMA begins with compute capability 9")
+    tile = TileConfig(16, 32, 32, num_warps, 2, "tma")
+    options = {"dtype": backend.dtype, "device": backend.device, "swiglu": swiglu, "indexed": indexed}
+    check(triton_op, counts, 40, 72 if not swiglu else 144, tile=tile, **options)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
 @pytest.mark.parametrize(("triton_op", "reference", "swiglu"), OPS)
