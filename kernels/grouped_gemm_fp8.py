@@ -102,15 +102,20 @@ def quantize_for_slots(
 
 
 def fp8_tile(x: Tensor, w: QuantizedBlocks, num_rows: int) -> Fp8Tile:
-    """The tile of a product with w, from the mean number of rows of a slot."""
+    """The tile of a product with w, from the mean number of rows of a slot.
+
+    Measured on an H200, both products of a layer of DeepSeek-V3's shape (32 slots), us, by rows a slot: tiles of 16, 32
+    rows, packed: 16: 366, 363, 370; 32: 464, 410, 370; 64: 744, 555, 413. Of 128 slots of Qwen3's: 4: 157, 175, 175;
+    16: 184, 180, 183. Few programs want more stages, many programs fewer: then more of them share a multiprocessor.
+    """
     num_slots, parts, _, _ = w.scales.shape
     width, rows = w.values.shape[-1], cdiv(num_rows, num_slots)
     if device_generation(x) < 9 or width % 16:
         return FewRowsTile(min(64, max(16, next_power_of_2(rows))), 64 // parts, 4, 3, tma=False)
-    if rows > 32:
+    if rows > 16:
         return ManyRowsTile(64, 128 // parts, 4, 3)
     if rows > 8:
-        return FewRowsTile(32, 128 // parts, 4, 4)
+        return FewRowsTile(32, 128 // parts, 4, 3)
     few, steps = num_rows <= 16, cdiv(width, GROUP)
     deep = steps >= 64 or (few and steps >= 16)
     return FewRowsTile(16, 64 if few else 128 // parts, 4, 6 if deep else 4)
