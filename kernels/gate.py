@@ -29,6 +29,7 @@ from kernels.routing import (
     route_parts_triton,
     route_reference,
 )
+from kernels.tiles import device_generation
 
 PART = 256
 """Columns of K in one part. Fixed: it is part of what a row's bits are."""
@@ -135,7 +136,7 @@ class GateTile(NamedTuple):
     cut: bool
 
 
-def gate_tile(num_tokens: int, *, wide: bool) -> GateTile:
+def gate_tile(num_tokens: int, generation: int, *, wide: bool) -> GateTile:
     """The tile for so many rows; none changes a bit. `wide`: fp32 operands, which take no tensor core.
 
     On an H200, 128 experts of width 2048, routing included: 3.2 us for one row, 3.6 for 64 (with tiles of 64 rows 4.2),
@@ -144,7 +145,8 @@ def gate_tile(num_tokens: int, *, wide: bool) -> GateTile:
     if wide or num_tokens <= 64:
         few = num_tokens <= 64
         return GateTile(16, 32, PART if few else 64, 4, 1, cut=few)
-    if num_tokens <= 1024:
+    # Triton's passes for tensor memory (from compute capability 10) refuse the uncut loop.
+    if num_tokens <= 1024 or generation >= 10:
         return GateTile(64, 64, PART, 4, 1, cut=True)
     return GateTile(64, 128, 64, 4, 4, cut=False)
 
@@ -162,7 +164,7 @@ def gate_triton(
     _check_operands(x_TD, weight_ED, bias_E, rule, real_T)
     (num_tokens, width), num_experts = x_TD.shape, weight_ED.shape[0]
     wide = torch.float32 in (x_TD.dtype, weight_ED.dtype)
-    tile = tile or gate_tile(num_tokens, wide=wide)
+    tile = tile or gate_tile(num_tokens, device_generation(x_TD), wide=wide)
     num_parts = cdiv(width, PART) if tile.cut else 1
     parts_PTE = torch.empty((num_parts, num_tokens, num_experts), dtype=torch.float32, device=x_TD.device)
     if num_tokens > 0:
