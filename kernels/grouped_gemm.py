@@ -131,7 +131,8 @@ def _grouped_gemm_kernel(
     if PDL:
         # Only now: programs of the next kernel that are placed while some multiprocessors still work would crowd on the
         # others. Measured on an H200, both products of one token: told at once 33 us (qwen3) and 196 (mixtral), told
-        # here 26 and 174.
+        # here 26 and 174. (Linears have a program for each multiprocessor and gain by telling at once: 9.1 against 9.7
+        # us for [5120, 2048], 142 against 150 for [151936, 2048].)
         gdc_launch_dependents()
     if SWIGLU:
         acc = swiglu(acc, acc_up)

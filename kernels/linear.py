@@ -15,7 +15,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from torch.nn import functional
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.checks import (
     assert_last_contiguous,
@@ -25,7 +24,7 @@ from kernels.checks import (
     next_power_of_2,
     uses_triton,
 )
-from kernels.dependent_launch import dependent_launch
+from kernels.dependent_launch import dependent_launch, wait_for_inputs
 from kernels.row_tiles import tile_of_program
 from kernels.tiles import TileConfig, device_generation, linear_tile, num_multiprocessors
 
@@ -104,8 +103,7 @@ def _linear_kernel(
         # Weights are no work of this step: they may come into the L2 cache while the kernels before this one still run.
         rows = w_ptr + head * stride_wh + tl.minimum(n, num_columns - 1) * stride_wn
         prefetch_rows(rows, PREFETCH)
-    if PDL:
-        gdc_wait()
+    wait_for_inputs(PDL)
     k = tl.arange(0, BLOCK_K)
     x_ptrs = x_ptr + head * stride_xh + m[:, None] * stride_xm + k[None, :]
     w_ptrs = w_ptr + head * stride_wh + n[None, :] * stride_wn + k[:, None]
@@ -120,9 +118,6 @@ def _linear_kernel(
         acc = tl.dot(x, w, acc, input_precision="ieee")
         x_ptrs += BLOCK_K
         w_ptrs += BLOCK_K
-    if PDL:
-        # Only now, as in kernels/grouped_gemm.py: the next kernel's programs would crowd where there is room first.
-        gdc_launch_dependents()
     if bias_ptr is not None:
         acc += tl.load(bias_ptr + n, mask=n < num_columns, other=0.0).to(tl.float32)[None, :]
     y_ptrs = y_ptr + head * stride_yh + m[:, None] * stride_ym + n[None, :]

@@ -243,7 +243,7 @@ def linear_tile(
             return TileConfig(block_m, 64, 128, 4, 4)
         if programs(block_m, 32) >= enough or block_m > 16:
             return TileConfig(block_m, 32, 128, 4, 5 if block_m == 16 else 6)
-        return TileConfig(16, 16, 256, 4, 6)
+        return TileConfig(16, 16, 256, 4, 8)
     if roomy and programs(128, 256) >= enough:
         return TileConfig(128, 256, 64, 8, 3)
     if programs(128, 128) >= enough:

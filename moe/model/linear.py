@@ -26,7 +26,9 @@ TRIED_ROWS = (
 
 
 FEW_ROWS = 64
-"""To here the time goes into reading the weight, which the unsplit kernel does as fast as the library or faster."""
+"""To here the time goes into reading the weight. Measured on an H200 at 1 to 64 rows, weights read from memory: unsplit
+0.9 to 1.1 of the library's time where that does not split K, a half to a tenth where it does; and the unsplit kernel is
+placed, and asks for its weights, while the kernel before it still runs."""
 
 MANY_ROWS = 1024
 """A library that still splits K for so many rows is not used at all."""
