@@ -35,6 +35,10 @@ class LoadCounter:
         self._layers: list[int] = []
         self._of_this_step: list[tuple[int, Tensor]] = []
 
+    def start_step(self) -> None:
+        """Forget what was noted of a step that ended in a fault."""
+        self._of_this_step = []
+
     def add(self, layer_index: int, offsets_S1: Tensor) -> None:
         """Note what one layer dispatched in this step: int32 [S + 1], slot s has rows offsets[s] to offsets[s + 1]."""
         self._of_this_step.append((layer_index, offsets_S1))

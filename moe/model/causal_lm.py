@@ -97,6 +97,8 @@ class CausalLM:
     def hidden(self, step: StepInput, kv_caches: Sequence[Tensor]) -> Tensor:
         """x_TD after the last norm, every row."""
         plan = self._plan(step, kv_caches)
+        if plan.load is not None:
+            plan.load.start_step()
         y_TD, residual_TD = self.embedding(step.token_ids_T, self.blocks[0].attn_norm)
         next_norms = [*(block.attn_norm for block in self.blocks[1:]), self.norm]
         for block, kv_cache, next_norm in zip(self.blocks, kv_caches, next_norms, strict=True):

@@ -35,6 +35,17 @@ def test_counts_by_hand() -> None:
         load.end_step()
 
 
+def test_a_step_that_ended_in_a_fault_is_forgotten() -> None:
+    load = LoadCounter(num_layers=2, num_experts=2, device="cpu")
+    load.start_step()
+    load.add(0, offsets(1, 1))  # the step ends before layer 1
+    load.start_step()
+    load.add(0, offsets(2, 0))
+    load.add(1, offsets(0, 2))
+    load.end_step()
+    assert load.snapshot().tolist() == [[2, 0], [0, 2]]
+
+
 def test_slots_hold_experts_in_any_order_some_twice_some_none() -> None:
     load = LoadCounter(num_layers=1, num_experts=3, device="cpu", experts_of_slots=[2, None, 0, 2])
     load.add(0, offsets(5, 7, 1, 2))
