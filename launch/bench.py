@@ -65,7 +65,7 @@ OWN_KEYS = {
     "attention": f"w5: {','.join(LISTED)}",
     "points": "w5: 1x512,64x4096: sequences x length, instead of the listed ones",
     "seconds": "w4, w5: device time of each point's samples",
-    "commit": "the commit, where the tree is no git checkout",
+    "commit": "the commit, where the tree cannot say it",
     "result": "a JSON file; it is written again after every workload",
     "picture": "a PNG: the figures under the card's roofline",
 }

@@ -17,12 +17,12 @@ CLOCK_FIELDS = "name,driver_version,clocks.sm,clocks.mem,temperature.gpu,power.d
 
 
 def machine_record(device: torch.device, command: str, commit: str | None) -> dict[str, Any]:
-    """The head of a result file; `commit` where the tree itself cannot say."""
+    """The head of a result file; `commit` as the caller knows it, where the tree may not say."""
     return {
         "command": command,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "version": __version__,
-        "commit": git_commit() or commit,
+        "commit": commit or git_commit(),
         "device": device_name(device),
         "software": {"python": platform.python_version(), "torch": torch.__version__, "triton": triton.__version__},
         "clocks": {"fields": CLOCK_FIELDS, "before": clocks()},

@@ -227,7 +227,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         profiles += [profiler.prefill(*sizes) for sizes in prompts]
     finally:
         engine.close()
-    head = f"`{shlex.join(['python', '-m', 'launch.profile', *words])}`, commit {git_commit() or own.get('commit')}, "
+    head = f"`{shlex.join(['python', '-m', 'launch.profile', *words])}`, commit {own.get('commit') or git_commit()}, "
     text = "\n".join([head + device_name(engine.parts.device) + ".\n", *map(as_markdown, profiles)])
     print(text)
     if result is not None:
