@@ -186,7 +186,7 @@ def _launch(
     if y_RN.numel() == 0:
         return
     (num_rows, num_columns), (num_slots, _, width) = y_RN.shape, w_SND.shape
-    products = 2 if swiglu else 1
+    products, by_blocks = 2 if swiglu else 1, tma_serves(x_XD, w_SND)
     tile = tile or grouped_tile(
         num_rows,
         num_slots,
@@ -196,8 +196,9 @@ def _launch(
         x_XD.device,
         num_products=products,
         gathered=row_index_R is not None,
+        by_blocks=by_blocks,
     )
-    if tile.form != "pointers" and tma_serves(x_XD, w_SND):
+    if tile.form != "pointers" and by_blocks:
         launch = launch_tma if tile.form == "tma" else launch_specialized
         launch(x_XD, w_SND, offsets_S1, row_index_R, y_RN, tile, swiglu=swiglu, group_m=_GROUP_M)
         return

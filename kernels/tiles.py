@@ -141,22 +141,28 @@ def grouped_tile(
     *,
     num_products: int,
     gathered: bool,
+    by_blocks: bool,
 ) -> TileConfig:
     """The tile of a grouped product: the tuned one of this card, else the rule's.
 
-    The host knows the mean of rows a slot alone; an uneven routing costs time, never a wrong result.
+    The host knows the mean of rows a slot alone; an uneven routing costs time, never a wrong result. `by_blocks`: the
+    copy engine can read these operands.
     """
     operation = operation_name(num_slots, num_columns, width, num_products, dtype)
     tuned = nearest_tile(device_table(device).get(operation, {}), num_rows)
-    if tuned is not None:
+    if tuned is not None and (by_blocks or tuned.form == "pointers"):
         return tuned
     generation = _capability(device)[0] if device.type == "cuda" else 0
     if dtype == torch.float32:
         return _fp32_tile(cdiv(num_rows, num_slots), num_products)
-    return grouped_rule(num_rows, num_slots, generation, num_products=num_products, gathered=gathered)
+    return grouped_rule(
+        num_rows, num_slots, generation, num_products=num_products, gathered=gathered, by_blocks=by_blocks
+    )
 
 
-def grouped_rule(num_rows: int, num_slots: int, generation: int, *, num_products: int, gathered: bool) -> TileConfig:
+def grouped_rule(
+    num_rows: int, num_slots: int, generation: int, *, num_products: int, gathered: bool, by_blocks: bool = True
+) -> TileConfig:
     """The rule for 16-bit operands.
 
     Measured on an H200 over the layers qwen3 (128 experts), mixtral (8) and dsv3-ep8 (32), the two products one after
@@ -172,14 +178,19 @@ def grouped_rule(num_rows: int, num_slots: int, generation: int, *, num_products
     - 16384 tokens, 1024 / 4096 / 4096 rows, the card at its power limit, the first product: tma 128x128x64 w8 s3 1646 /
       13460 / 13385, specialized 64x128x64 s5 1810 / 13833 / 13682; the second: tma 128x256x64 w8 s4 813 / 5931 / 6324,
       specialized 128x128x64 s6 837 / 6592 / 6553. (A library product of 8192^3 ran at 666 to 688 TFLOP/s beside them.)
+    - One slot, rows in order, gate and up of F columns, D 2048, F 10944 / 2816: 64 rows, specialized 64x64x128 s4 37.6
+      / 18.6, 128x64x64 s6 43.8 / 20.6; 4096 rows, specialized 128x64x64 s6 520 / 138, tma 522 / 154, pointers 686 / 193
+      (the library without the activation 490 / 136).
     """
     rows = cdiv(num_rows, num_slots)
-    if rows <= 8 or generation < 9:
+    # Rows of several slots are uneven: a tile as high as the mean would leave half of the slots with a second one.
+    ragged = num_slots > 1
+    if generation < 9 or not by_blocks or rows <= (8 if ragged else 16):
         return _pointer_rule(num_rows, rows, generation, num_products)
     wide = 2 // num_products
     if rows <= 24:
         return TileConfig(32, 64 * wide, 128, 4, 3, "tma")
-    if generation == 9 and rows <= 48:
+    if generation == 9 and rows <= (48 if ragged else 64):
         return TileConfig(64, 64 * wide, 128, 4, 4, "specialized")
     if generation == 9 and rows <= 96:
         return TileConfig(128, 64 * wide, 64, 4, 6, "specialized")
@@ -187,12 +198,14 @@ def grouped_rule(num_rows: int, num_slots: int, generation: int, *, num_products
         return TileConfig(64, 128 * wide, 64, 4, 5, "specialized")
     if rows <= 96:
         return TileConfig(64, 128 * wide, 64, 8, 4, "tma")
+    if generation == 9 and num_products == 2 and not gathered:
+        return TileConfig(128, 64, 64, 4, 6, "specialized")
     return TileConfig(128, 128 * wide, 64, 8, 3 if gathered else 4, "tma")
 
 
 def _pointer_rule(num_rows: int, rows: int, generation: int, num_products: int) -> TileConfig:
     roomy = generation in _LARGE_SHARED_MEMORY
-    if rows <= 8:
+    if rows <= 16:
         if roomy and num_rows <= 8:
             return TileConfig(16, 32, 256, 4, 5 - num_products)
         block_n = 64 // num_products

@@ -39,10 +39,18 @@ def test_every_choice_fits_the_card(generation, num_slots, num_columns):
     for num_rows in (1, 8, 64, 500, 4096, 40_000, 131_072):
         for products in (1, 2):
             for gathered in (False, True):
-                tile = grouped_rule(num_rows, num_slots, generation, num_products=products, gathered=gathered)
-                check_tile(tile, products, shared)
-                assert tile.form == "pointers" or generation >= 9
-                assert tile.form != "specialized" or generation == 9
+                for by_blocks in (True, False):
+                    tile = grouped_rule(
+                        num_rows,
+                        num_slots,
+                        generation,
+                        num_products=products,
+                        gathered=gathered,
+                        by_blocks=by_blocks,
+                    )
+                    check_tile(tile, products, shared)
+                    assert tile.form == "pointers" or (generation >= 9 and by_blocks)
+                    assert tile.form != "specialized" or generation == 9
         tile = linear_tile(num_rows, num_columns, torch.bfloat16, generation, multiprocessors)
         check_tile(tile, 1, shared)
         assert tile.form == "pointers"
@@ -105,7 +113,18 @@ def test_the_table_is_asked_before_the_rule(tmp_path, monkeypatch):
 
     def chosen(num_rows: int) -> TileConfig:
         device = torch.device("cpu")
-        return grouped_tile(num_rows, *sizes, torch.float32, device, num_products=1, gathered=False)
+        return grouped_tile(num_rows, *sizes, torch.float32, device, num_products=1, gathered=False, by_blocks=True)
 
     assert chosen(40) == chosen(20) == chosen(80) == tuned
     assert chosen(19) != tuned and chosen(81) != tuned
+
+
+def test_a_tuned_form_that_cannot_read_the_operands_is_passed_over(monkeypatch):
+    sizes = (8, 96, 64)
+    tuned = TileConfig(64, 128, 64, 4, 5, "specialized")
+    table = {operation_name(*sizes, 1, torch.float32): {40: tuned}}
+    monkeypatch.setattr(tiles, "device_table", lambda device: table)
+    options = {"num_products": 1, "gathered": False}
+    device = torch.device("cpu")
+    assert grouped_tile(40, *sizes, torch.float32, device, **options, by_blocks=True) == tuned
+    assert grouped_tile(40, *sizes, torch.float32, device, **options, by_blocks=False).form == "pointers"
