@@ -44,6 +44,7 @@ def runs_on_hopper(q_THC: Tensor, k_cache_NPGC: Tensor, v_cache_NPGV: Tensor) ->
         and value_width in (64, 128)
         and page_size >= 8
         and page_size & (page_size - 1) == 0
+        and all(stride % 16 == 0 for stride in q_THC.stride()[:2])  # copied 16 bytes at a time
         and all(_has_rows(cache) for cache in (k_cache_NPGC, v_cache_NPGV))
     )
 

@@ -10,6 +10,7 @@ import torch
 from kernels.attention_merge import merge_attention, merge_attention_triton
 from kernels.attention_prefill import (
     _prefill_kernel,
+    _prefill_tile,
     attention_prefill,
     attention_prefill_reference,
     attention_prefill_triton,
@@ -247,6 +248,7 @@ def test_C16_last_block_of_a_cache_above_two_to_the_31():
     assert max_rel(out, wanted) < TOLERANCE[torch.bfloat16]
 
 
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 COMPILED = [(arch, "bf16", width) for arch in ARCHS for width in (128, 192)] + [(80, "fp16", 80), (80, "fp32", 128)]
 
 
@@ -263,8 +265,8 @@ def test_kernels_compile_ahead_of_time(arch, dtype, width):
     strides = {f"stride_{name}": "i32" for name in ("qt", "qh", "kn", "kp", "kg", "vn", "vp", "vg", "tb")}
     sizes = {"GROUP": 8, "PACK": 8, "PAGE": 16, "WIDTH": width, "VALUE_WIDTH": min(width, 128)}
     sizes |= {"WINDOW": 0 if width == 192 else 4096, "PDL": arch >= 90}
-    block_m, block_n = (32, 32) if dtype == "fp32" else (128, 64)
-    blocks = {"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_C": 64 if width == 80 else 128, "BLOCK_V": 128}
+    tile = _prefill_tile(DTYPES[dtype], width, min(width, 128), arch // 10)
+    blocks = {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_C": tile.block_k, "BLOCK_V": 128}
     args = {**pointers, **indices, **numbers, **strides, **sizes, **blocks, "BLOCK_REST": 64 if width == 192 else 16}
-    options = {"num_warps": 8 if block_m == 128 else 4, "num_stages": 1 if dtype == "fp32" else 2}
+    options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
     compile_ahead(_prefill_kernel, arch, args, **options)
