@@ -37,7 +37,7 @@ from kernels.grouped_gemm import swiglu_reference
 from kernels.grouped_gemm_fp8_tma import ManyRowsTile, launch_many_rows
 from kernels.linear import multiply_blocks
 from kernels.pack_fp8 import pack_rows
-from kernels.quantize import FP8, GROUP, Quantized, QuantizedBlocks, dequantize_blocks, dequantize_rows, quantize_rows
+from kernels.quantize import FP8, GROUP, Quantized, QuantizedBlocks, dequantize_blocks, dequantize_rows
 from kernels.row_tiles import most_row_tiles, slot_of_program, swiglu, tile_of_program, tiles_until_slot
 from kernels.tiles import device_generation
 
@@ -89,16 +89,6 @@ def grouped_gemm_swiglu_fp8(
     Otherwise as `grouped_gemm_fp8`: the number of parts in w.scales makes the difference.
     """
     return grouped_gemm_fp8(x, w, offsets_S1, row_index_R=row_index_R, num_rows=num_rows, out_dtype=out_dtype)
-
-
-def quantize_for_slots(
-    x_XD: Tensor, w: QuantizedBlocks, offsets_S1: Tensor, *, row_index_R: Tensor | None, num_rows: int
-) -> tuple[Quantized, Tensor | None]:
-    """x quantised for the first product with w, and that product's row index: many rows are packed on the way."""
-    x = quantize_rows(x_XD)
-    if row_index_R is None or isinstance(fp8_tile(x_XD, w, num_rows), FewRowsTile):
-        return x, row_index_R
-    return pack_rows(x, row_index_R, offsets_S1), None
 
 
 def fp8_tile(x: Tensor, w: QuantizedBlocks, num_rows: int) -> Fp8Tile:
@@ -222,7 +212,10 @@ def grouped_gemm_fp8_triton(
     out_dtype: torch.dtype,
     tile: Fp8Tile | None = None,
 ) -> Tensor:
-    """`grouped_gemm_fp8` as one launch; `tile` is chosen by `fp8_tile` unless given. Needs a GPU with fp8."""
+    """`grouped_gemm_fp8` as one launch, or two where many rows come with an index: they are packed first.
+
+    `tile` is chosen by `fp8_tile` unless given. Needs a GPU with fp8.
+    """
     _check_operands(x, w, offsets_S1, row_index_R, num_rows)
     num_slots, parts, _, _ = w.scales.shape
     num_columns, width = w.values.shape[1] // parts, w.values.shape[2]
@@ -230,10 +223,11 @@ def grouped_gemm_fp8_triton(
     if y_RN.numel() == 0:
         return y_RN
     tile = tile or fp8_tile(x.values, w, num_rows)
-    if isinstance(tile, ManyRowsTile) and row_index_R is None:
-        launch_many_rows(x, w, offsets_S1, y_RN, tile)
+    if isinstance(tile, ManyRowsTile):
+        packed = x if row_index_R is None else pack_rows(x, row_index_R, offsets_S1)
+        launch_many_rows(packed, w, offsets_S1, y_RN, tile)
         return y_RN
-    assert isinstance(tile, FewRowsTile), f"{tile} takes rows without an index; quantize_for_slots packs them"
+    assert parts * tile.block_n >= 64, f"{tile}: wgmma takes 64 rows of weights, and mma.sync gives other bits"
     w_PND = w.values.view(num_slots * parts, num_columns, width)
     row_tiles = most_row_tiles(num_rows, num_slots, tile.block_m)
     _few_rows_kernel[(row_tiles * cdiv(num_columns, tile.block_n),)](

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from expert_parallel.dispatcher import ExpertInput
 from kernels.grouped_gemm import grouped_gemm, grouped_gemm_swiglu
-from kernels.grouped_gemm_fp8 import grouped_gemm_fp8, grouped_gemm_swiglu_fp8, quantize_for_slots
+from kernels.grouped_gemm_fp8 import grouped_gemm_fp8, grouped_gemm_swiglu_fp8
 from kernels.quantize import FP8, QuantizedBlocks, quantize_rows
 from moe.model.linear import Linear, Parameters
 from moe.model.parameter_shapes import scale_name
@@ -47,11 +47,13 @@ class Fp8Experts:
     def __call__(self, inputs: ExpertInput) -> Tensor:
         """As `Experts`: rows of the model dtype in and out; the first product's result is rounded to it in between."""
         offsets_S1, num_rows, dtype = inputs.offsets_S1, inputs.num_rows, inputs.rows_XD.dtype
-        x, row_index_R = quantize_for_slots(
-            inputs.rows_XD, self.w13, offsets_S1, row_index_R=inputs.row_index_R, num_rows=num_rows
-        )
         h_RF = grouped_gemm_swiglu_fp8(
-            x, self.w13, offsets_S1, row_index_R=row_index_R, num_rows=num_rows, out_dtype=dtype
+            quantize_rows(inputs.rows_XD),
+            self.w13,
+            offsets_S1,
+            row_index_R=inputs.row_index_R,
+            num_rows=num_rows,
+            out_dtype=dtype,
         )
         return grouped_gemm_fp8(quantize_rows(h_RF), self.w2, offsets_S1, num_rows=num_rows, out_dtype=dtype)
 
