@@ -71,6 +71,7 @@ def decode_rows(decodes: Rows[Sequence], block_size: int) -> np.ndarray:
 
 
 def check_decodes(rows_4B: np.ndarray, decodes: Rows[Sequence], limits: Limits) -> None:
+    """The bounds of a step that a graph replays."""
     token_ids, _, positions, blocks = rows_4B
     limits.check(token_ids, positions, blocks * limits.block_size + positions % limits.block_size, decodes)
 
