@@ -45,8 +45,8 @@ def assert_same_bits(a: Tensor, b: Tensor) -> None:
 def assert_same_as_separate(fused: Tensor, separate: Tensor) -> None:
     """A fused kernel's result is that of the kernels it stands for, bit for bit (NaN equals NaN).
 
-    On a GPU fp32 is let off the last bits: both sum a row in tiles of one shape, but the compiler may lay those out over
-    the threads in two ways. In 16 bits, where the sum is only seen after rounding, no difference was found.
+    On a GPU fp32 is let off the last bits: both sum a row in tiles of one shape, but the compiler may lay those out in
+    two ways. In 16 bits, where the sum is only seen after rounding, no difference was found.
     """
     if fused.is_cuda and fused.dtype == torch.float32:
         torch.testing.assert_close(fused, separate, rtol=1e-6, atol=2e-6, equal_nan=True)
