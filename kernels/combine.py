@@ -73,7 +73,7 @@ def _add_expert(total, y_ptr, row_ptr, weights_ptr, choice, in_batch, d, num_col
 def _add_experts(total, y_ptr, row_ptr, weights_ptr, token, in_batch, d, num_columns, stride_y, TOP_K: tl.constexpr):
     """total + the weighted columns d of all rows of a token, k ascending."""
     if TOP_K <= _UNROLLED:
-        for k in tl.static_range(TOP_K):
+        for k in tl.static_range(TOP_K):  # pyright: ignore
             choice = token * TOP_K + k
             total = _add_expert(total, y_ptr, row_ptr, weights_ptr, choice, in_batch, d, num_columns, stride_y)
     else:
