@@ -54,7 +54,9 @@ def test_results_come_back_by_rank() -> None:
 
 def test_a_fault_ends_all_ranks_and_shows_its_own_traceback_first() -> None:
     start = time.monotonic()
-    with pytest.raises(RanksFailed, match=r"(?s)^rank 1 of 2: Traceback.*one_rank_raises.*KeyError: 'the cause itself'"):
+    with pytest.raises(
+        RanksFailed, match=r"(?s)^rank 1 of 2: Traceback.*one_rank_raises.*KeyError: 'the cause itself'"
+    ):
         run_ranks(one_rank_raises, 2)
     assert time.monotonic() - start < 30
 

@@ -132,8 +132,15 @@ def test_kernels_compile_ahead_of_time(arch, aligned):
     pointers = dict.fromkeys(("k_ptr", "v_ptr", "k_cache_ptr", "v_cache_ptr"), "*bf16")
     strides = dict.fromkeys(("kt", "kg", "vt", "vg", "kcn", "kcp", "kcg", "vcn", "vcp", "vcg"), "i32")
     args = {**pointers, "slots_ptr": "*i64", "page_size": "i32", **{f"stride_{name}": t for name, t in strides.items()}}
-    compile_ahead(_kv_store_kernel, arch, {**args, "NUM_HEADS": 8, "WIDTH": 96, "BLOCK": 1024, "PDL": arch >= 90}, aligned=aligned)
+    compile_ahead(
+        _kv_store_kernel, arch, {**args, "NUM_HEADS": 8, "WIDTH": 96, "BLOCK": 1024, "PDL": arch >= 90}, aligned=aligned
+    )
     pointers = dict.fromkeys(("latent_ptr", "k_pe_ptr", "cache_ptr"), "*bf16")
     strides = dict.fromkeys(("stride_lt", "stride_rt", "stride_cn", "stride_cp"), "i32")
     args = {**pointers, "slots_ptr": "*i64", "page_size": "i32", **strides}
-    compile_ahead(_latent_store_kernel, arch, {**args, "LATENT": 512, "ROPE": 64, "BLOCK": 1024, "PDL": arch >= 90}, aligned=aligned)
+    compile_ahead(
+        _latent_store_kernel,
+        arch,
+        {**args, "LATENT": 512, "ROPE": 64, "BLOCK": 1024, "PDL": arch >= 90},
+        aligned=aligned,
+    )
