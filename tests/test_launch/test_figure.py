@@ -59,11 +59,13 @@ def test_the_published_table_covers_every_point() -> None:
     assert set(table["w1"]) == set(table["w2"]) == set(table["w3"]) == models
     for model in models:
         assert list(table["w2"][model]) == [str(batch) for batch in DECODE_BATCHES]
-    assert set(table["w4"]) == set(SHAPES) - {"tiny"}
+    shapes = set(SHAPES) - {"tiny"}
+    assert set(table["w4"]) == shapes | {f"{shape}-fp8" for shape in shapes}
     for shape, points in table["w4"].items():
         assert list(points) == [str(tokens) for tokens in TOKENS], shape
         for point in points.values():
-            assert point["target"] <= min(point["vllm"], point["grouped_mm"])  # never slower than the best
+            peers = [value for name, value in point.items() if name != "target"]
+            assert peers and point["target"] <= min(peers), shape  # never slower than the best
 
 
 @pytest.mark.parametrize(("shape", "share"), [("mixtral", 0.88), ("dsv3-ep8", 0.88), ("qwen3", 0.82)])
