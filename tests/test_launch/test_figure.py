@@ -64,7 +64,7 @@ def test_the_published_table_covers_every_point() -> None:
     for shape, points in table["w4"].items():
         assert list(points) == [str(tokens) for tokens in TOKENS], shape
         for point in points.values():
-            peers = [value for name, value in point.items() if name != "target"]
+            peers = [point[name] for name in ("vllm", "grouped_mm") if name in point]  # of the same dtype
             assert peers and point["target"] <= min(peers), shape  # never slower than the best
 
 
