@@ -11,6 +11,7 @@ from typing import NamedTuple
 from configs.schema import Config, Section
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
+CACHE_DTYPES = (*DTYPES, "fp8")
 QUANTIZATIONS = ("auto", "none", "fp8")
 
 
@@ -66,7 +67,7 @@ def _check_choices(config: Config) -> None:
     _one_of("engine.device", config.engine.device, ("auto", "cuda", "cpu"))
     _one_of("parallel.dispatcher", config.parallel.dispatcher, ("auto", "local"))
     _one_of("parallel.combine", config.parallel.combine, ("exact",))
-    _one_of("cache.dtype", config.cache.dtype, DTYPES)
+    _one_of("cache.dtype", config.cache.dtype, CACHE_DTYPES)
     if not config.model:
         raise ValueError("model='' is empty; give a folder, a hub id, or demo.")
     for name in ("revision", "tokenizer", "input", "output"):

@@ -76,7 +76,7 @@ class CacheConfig(Section):
 
     block_size: int = key(16, "token positions of one block")
     num_blocks: int | None = key(None, "null: from memory_fraction (GPU) or cpu_gb (CPU)")
-    dtype: str = key("auto", "auto: the model's dtype")
+    dtype: str = key("auto", "auto: the model's dtype; fp8: half the bytes, each row with a scale of its own")
     prefix_caching: bool = key(True, "reuse the blocks of equal prompt beginnings")
     memory_fraction: float = key(0.9, "share of the GPU's memory that weights, buffers and cache may use together")
     cpu_gb: float = key(1.0, "GiB of cache on the CPU")

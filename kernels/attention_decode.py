@@ -25,6 +25,7 @@ from kernels.checks import (
     uses_triton,
 )
 from kernels.dependent_launch import dependent_launch, wait_for_inputs
+from kernels.kv_quantize import UNIT, KVScales, check_kv_scales
 from kernels.kv_tiles import OnlineSoftmax, gather_kv_tile, tile_product
 from kernels.split_kv import SplitRule, merge_splits, split_bounds, split_workspace
 from kernels.tiles import TileConfig
@@ -46,11 +47,13 @@ def attention_decode(
     scale: float,
     window: int = 0,
     max_kv_len: int,
+    scales: KVScales | None = None,
 ) -> Tensor:
     """out_BHV in q's dtype. `attention_decode_reference` is the definition.
 
     block_tables_BM int32 (entries past kv_len are never used), kv_lens_B int32 (with the new token; 0 gives zeros),
-    window 0: all positions. max_kv_len >= every kv_len; it bounds the work and does not change a bit of the result.
+    window 0: all positions; scales: of caches in e4m3. max_kv_len >= every kv_len; it bounds the work and does not
+    change a bit of the result.
     """
     return (attention_decode_triton if uses_triton(q_BHC) else attention_decode_reference)(
         q_BHC,
@@ -61,11 +64,17 @@ def attention_decode(
         scale=scale,
         window=window,
         max_kv_len=max_kv_len,
+        scales=scales,
     )
 
 
 def _check_operands(
-    q_BHC: Tensor, k_cache_NPGC: Tensor, v_cache_NPGV: Tensor, block_tables_BM: Tensor, kv_lens_B: Tensor
+    q_BHC: Tensor,
+    k_cache_NPGC: Tensor,
+    v_cache_NPGV: Tensor,
+    block_tables_BM: Tensor,
+    kv_lens_B: Tensor,
+    scales: KVScales | None,
 ) -> None:
     num_sequences, num_heads, width = q_BHC.shape
     num_blocks, page_size, num_kv_heads, _ = k_cache_NPGC.shape
@@ -78,7 +87,7 @@ def _check_operands(
         assert_dtype(name, x, torch.int32)
     for name, x in (("q_BHC", q_BHC), ("k_cache_NPGC", k_cache_NPGC), ("v_cache_NPGV", v_cache_NPGV)):
         assert_last_contiguous(name, x)
-        assert_dtype(name, x, q_BHC.dtype)
+    check_kv_scales(k_cache_NPGC, v_cache_NPGV, scales, q_BHC.dtype)
     assert_same_device(
         q_BHC, k_cache=k_cache_NPGC, v_cache=v_cache_NPGV, block_tables_BM=block_tables_BM, kv_lens_B=kv_lens_B
     )
@@ -86,7 +95,8 @@ def _check_operands(
 
 # Per split of the keys: out = sum_p 2^s[p] v[p] / sum_p 2^s[p] and lse = log2(sum_p 2^s[p]), s[p] = scale * log2(e) *
 #   q . k[p]; a sequence of one split is done then, else kernels/split_kv.py merges
-#   q_ptr [B, H, C], k_ptr [N, P, G, C], v_ptr [N, P, G, V], one dtype, any strides but the last; int32: tables_ptr
+#   q_ptr [B, H, C], k_ptr [N, P, G, C], v_ptr [N, P, G, V], one dtype, any strides but the last; or k and v e4m3, with
+#   k_scale_ptr, v_scale_ptr fp32 [N, P, G] (else None): k's go into the scores, v's into the weights; int32: tables_ptr
 #   [B, M], kv_lens_ptr [B]; out_ptr [B, H, V], parts_ptr fp32 [B, S, H, V], lse_ptr fp32 [B, S, H], contiguous
 #   grid (G, S, B): a program owns one split of one kv head with all its query heads, as the rows of one tile.
 #   fp32 accumulation. Rows from H / G on are zero queries, not written. Tiles stand at multiples of BLOCK_N; keys
@@ -98,6 +108,8 @@ def _decode_kernel(
     q_ptr,
     k_ptr,
     v_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
     tables_ptr,
     kv_lens_ptr,
     out_ptr,
@@ -113,6 +125,9 @@ def _decode_kernel(
     stride_vn,
     stride_vp,
     stride_vg,
+    stride_sn,
+    stride_sp,
+    stride_sg,
     stride_tb,
     GROUP: tl.constexpr,
     PAGE: tl.constexpr,
@@ -163,17 +178,24 @@ def _decode_kernel(
             v = tl.load(v_ptrs)
         else:
             v = tl.load(v_ptrs, mask=(cv < VALUE_WIDTH)[None, :], other=0.0)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
+        scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee") * scale_log2
+        if k_scale_ptr is not None:
+            scale_place = block.to(tl.int64) * stride_sn + in_page * stride_sp + kv_head * stride_sg
+            scores *= tl.load(k_scale_ptr + scale_place)[None, :]
         scores = tl.where(((key >= first) & (key < end))[None, :], scores, float("-inf"))
         new_maximum = tl.maximum(maximum, tl.max(scores, axis=1))
         base = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
         weights = tl.exp2(scores - base[:, None])
         decay = tl.exp2(maximum - base)
         total = total * decay + tl.sum(weights, axis=1)
-        acc = tl.dot(weights.to(v.dtype), v, acc * decay[:, None], input_precision="ieee")
+        if v_scale_ptr is not None:
+            weights *= (tl.load(v_scale_ptr + scale_place) * UNIT)[None, :]
+        acc = tl.dot(weights.to(q.dtype), v.to(q.dtype), acc * decay[:, None], input_precision="ieee")
         maximum, block = new_maximum, next_block
     real = (row < GROUP)[:, None] & (cv < VALUE_WIDTH)[None, :]
     total = tl.where(total == 0.0, 1.0, total)
+    if v_scale_ptr is not None:
+        acc /= UNIT
     out = acc / total[:, None]
     if splits <= 1:
         out_ptrs = out_ptr + (sequence * num_heads + head)[:, None] * VALUE_WIDTH + cv[None, :]
@@ -194,9 +216,10 @@ def attention_decode_triton(
     scale: float,
     window: int = 0,
     max_kv_len: int,
+    scales: KVScales | None = None,
 ) -> Tensor:
     """`attention_decode` as two launches: the splits, then their merge."""
-    _check_operands(q_BHC, k_cache_NPGC, v_cache_NPGV, block_tables_BM, kv_lens_B)
+    _check_operands(q_BHC, k_cache_NPGC, v_cache_NPGV, block_tables_BM, kv_lens_B, scales)
     num_sequences, num_heads, width = q_BHC.shape
     num_kv_heads, value_width = v_cache_NPGV.shape[2:]
     group, wide = num_heads // num_kv_heads, q_BHC.dtype == torch.float32
@@ -207,10 +230,13 @@ def attention_decode_triton(
     shape = (num_sequences, splits, num_heads, value_width)
     parts_BSHV, lse_BSH = split_workspace(*shape, torch.float32, q_BHC.device)
     out_BHV = q_BHC.new_empty(num_sequences, num_heads, value_width)
+    k_NPG, v_NPG, _ = scales or (None, None, False)
     _decode_kernel[(num_kv_heads, splits, num_sequences)](
         q_BHC,
         k_cache_NPGC,
         v_cache_NPGV,
+        k_NPG,
+        v_NPG,
         block_tables_BM,
         kv_lens_B,
         out_BHV,
@@ -221,6 +247,7 @@ def attention_decode_triton(
         *q_BHC.stride()[:2],
         *k_cache_NPGC.stride()[:3],
         *v_cache_NPGV.stride()[:3],
+        *((0, 0, 0) if k_NPG is None else k_NPG.stride()),
         block_tables_BM.stride(0),
         GROUP=group,
         PAGE=k_cache_NPGC.shape[1],
@@ -263,9 +290,10 @@ def attention_decode_reference(
     scale: float,
     window: int = 0,
     max_kv_len: int,
+    scales: KVScales | None = None,
 ) -> Tensor:
     """The definition, and the CPU's product path: fp32, tiles of keys at fixed positions, in order."""
-    _check_operands(q_BHC, k_cache_NPGC, v_cache_NPGV, block_tables_BM, kv_lens_B)
+    _check_operands(q_BHC, k_cache_NPGC, v_cache_NPGV, block_tables_BM, kv_lens_B, scales)
     num_sequences, num_heads, width = q_BHC.shape
     num_kv_heads, value_width = v_cache_NPGV.shape[2:]
     group, device = num_heads // num_kv_heads, q_BHC.device
@@ -274,6 +302,7 @@ def attention_decode_reference(
     first_B = (kv_lens_B - window).clamp_min(0) if window else torch.zeros_like(kv_lens_B)
     state = OnlineSoftmax(num_sequences * num_kv_heads, group, value_width, device)
     head_G = torch.arange(num_kv_heads, device=device)
+    k_NPG, v_NPG, _ = scales or (None, None, False)
     for start in range(0, int(kv_lens_B.max()) if num_sequences else 0, _REFERENCE_TILE):
         live_b = ((kv_lens_B > start) & (first_B < start + _REFERENCE_TILE)).nonzero().flatten()
         if live_b.shape[0] == 0:
@@ -281,8 +310,8 @@ def attention_decode_reference(
         position_bW = torch.arange(start, start + _REFERENCE_TILE, device=device).expand(live_b.shape[0], -1)
         valid_bW = (position_bW >= first_B[live_b, None]) & (position_bW < kv_lens_B[live_b, None])
         tables_bM = block_tables_BM[live_b]
-        k_bGWC = gather_kv_tile(k_cache_NPGC, tables_bM, position_bW, valid_bW)
-        v_bGWV = gather_kv_tile(v_cache_NPGV, tables_bM, position_bW, valid_bW)
+        k_bGWC = gather_kv_tile(k_cache_NPGC, tables_bM, position_bW, valid_bW, k_NPG)
+        v_bGWV = gather_kv_tile(v_cache_NPGV, tables_bM, position_bW, valid_bW, v_NPG)
         scores_IMW = tile_product(q_BGMC[live_b].flatten(0, 1), k_bGWC.flatten(0, 1).transpose(1, 2)) * scale
         scores_bGMW = scores_IMW.view(live_b.shape[0], num_kv_heads, group, _REFERENCE_TILE)
         scores_bGMW.masked_fill_(~valid_bW[:, None, None, :], float("-inf"))

@@ -29,6 +29,7 @@ from kernels.checks import (
     uses_triton,
 )
 from kernels.dependent_launch import dependent_launch, wait_for_inputs
+from kernels.kv_quantize import UNIT, KVScales, check_kv_scales
 from kernels.kv_tiles import OnlineSoftmax, gather_kv_tile, tile_product
 from kernels.tiles import TileConfig, device_generation
 
@@ -51,6 +52,7 @@ def attention_prefill(
     max_query_len: int,
     max_kv_len: int,
     kv_starts_B: Tensor | None = None,
+    scales: KVScales | None = None,
     return_lse: Literal[False] = False,
 ) -> Tensor: ...
 
@@ -70,6 +72,7 @@ def attention_prefill(
     max_query_len: int,
     max_kv_len: int,
     kv_starts_B: Tensor | None = None,
+    scales: KVScales | None = None,
     return_lse: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...
 
@@ -88,14 +91,15 @@ def attention_prefill(
     max_query_len: int,
     max_kv_len: int,
     kv_starts_B: Tensor | None = None,
+    scales: KVScales | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """out_THV in q's dtype, or with return_lse (out_THV fp32, lse_TH fp32). `attention_prefill_reference` defines it.
 
     Rows query_starts[b] : query_starts[b + 1] of q are the chunk of sequence b; kv_lens[b] keys are reachable through
     its row of the table (entries past them are never used). Index tensors int32; kv_starts None: all start at 0;
-    window 0: no window. A query that sees no key gives out 0, lse -inf. max_query_len and max_kv_len bound the work and
-    do not change a bit of the result.
+    window 0: no window; scales: of caches in e4m3. A query that sees no key gives out 0, lse -inf. max_query_len and
+    max_kv_len bound the work and do not change a bit of the result.
     """
     out_THV, lse_TH = (attention_prefill_triton if uses_triton(q_THC) else attention_prefill_reference)(
         q_THC,
@@ -110,6 +114,7 @@ def attention_prefill(
         max_query_len=max_query_len,
         max_kv_len=max_kv_len,
         kv_starts_B=kv_starts_B,
+        scales=scales,
         out_dtype=torch.float32 if return_lse else q_THC.dtype,
     )
     return (out_THV, lse_TH) if return_lse else out_THV
@@ -124,6 +129,7 @@ def _check_operands(
     query_offsets_B: Tensor,
     kv_lens_B: Tensor,
     kv_starts_B: Tensor,
+    scales: KVScales | None,
 ) -> None:
     num_heads, width = q_THC.shape[1:]
     num_blocks, page_size, num_kv_heads, _ = k_cache_NPGC.shape
@@ -143,14 +149,15 @@ def _check_operands(
         assert_dtype(name, x, torch.int32)
     for name, x in (("q_THC", q_THC), ("k_cache_NPGC", k_cache_NPGC), ("v_cache_NPGV", v_cache_NPGV)):
         assert_last_contiguous(name, x)
-        assert_dtype(name, x, q_THC.dtype)
+    check_kv_scales(k_cache_NPGC, v_cache_NPGV, scales, q_THC.dtype)
     assert_same_device(
         q_THC, k_cache=k_cache_NPGC, v_cache=v_cache_NPGV, **{name: x for name, (x, _) in indices.items()}
     )
 
 
 # out[i] = sum_j 2^(s[i, j] - max) v[j] / sum_j 2^(s[i, j] - max), s = scale * log2(e) * q . k, tiles of keys in order
-#   q_ptr [T, H, C], k_ptr [N, P, G, C], v_ptr [N, P, G, V], one dtype, any strides but the last; int32: tables_ptr
+#   q_ptr [T, H, C], k_ptr [N, P, G, C], v_ptr [N, P, G, V], one dtype, any strides but the last; or k and v e4m3, with
+#   k_scale_ptr, v_scale_ptr fp32 [N, P, G] (else None): k's go into the scores, v's into the weights; int32: tables_ptr
 #   [B, M], query_starts_ptr [B + 1], query_offsets_ptr, kv_lens_ptr, kv_starts_ptr (or None) [B]; out_ptr [T, H, V] and
 #   lse_ptr fp32 [T, H] (or None) contiguous
 #   grid (cdiv(max_query_len, BLOCK_M / PACK), H / PACK, B): a program owns BLOCK_M / PACK queries of PACK heads that
@@ -170,6 +177,8 @@ def _attend_tiles(
     query,
     k_ptr,
     v_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
     table_ptr,
     scale_log2,
     kv_start,
@@ -181,6 +190,8 @@ def _attend_tiles(
     stride_kp,
     stride_vn,
     stride_vp,
+    stride_sn,
+    stride_sp,
     MASKED: tl.constexpr,
     PAGE: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -210,13 +221,16 @@ def _attend_tiles(
             k = tl.load(k_ptrs + c[None, :])
         else:
             k = tl.load(k_ptrs + c[None, :], mask=(c < WIDTH)[None, :], other=0.0)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+        scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")
         if WIDTH > BLOCK_C:
             if WIDTH == BLOCK_C + BLOCK_REST:
                 k_rest = tl.load(k_ptrs + BLOCK_C + rest[None, :])
             else:
                 k_rest = tl.load(k_ptrs + BLOCK_C + rest[None, :], mask=(rest < WIDTH - BLOCK_C)[None, :], other=0.0)
-            scores = tl.dot(q_rest, tl.trans(k_rest), scores, input_precision="ieee")
+            scores = tl.dot(q_rest, tl.trans(k_rest.to(q.dtype)), scores, input_precision="ieee")
+        if k_scale_ptr is not None:
+            scale_place = block.to(tl.int64) * stride_sn + in_page * stride_sp
+            scores *= tl.load(k_scale_ptr + scale_place)[None, :]
         if MASKED:
             seen = (key >= first)[None, :] & (key < end)[None, :] & (key[None, :] <= query[:, None])
             if WINDOW > 0:
@@ -232,7 +246,9 @@ def _attend_tiles(
             v = tl.load(v_ptrs)
         else:
             v = tl.load(v_ptrs, mask=(cv < VALUE_WIDTH)[None, :], other=0.0)
-        acc = tl.dot(weights.to(v.dtype), v, acc * decay[:, None], input_precision="ieee")
+        if v_scale_ptr is not None:
+            weights *= (tl.load(v_scale_ptr + scale_place) * UNIT)[None, :]
+        acc = tl.dot(weights.to(q.dtype), v.to(q.dtype), acc * decay[:, None], input_precision="ieee")
         maximum, block = new_maximum, next_block
     return acc, total, maximum
 
@@ -242,6 +258,8 @@ def _prefill_kernel(
     q_ptr,
     k_ptr,
     v_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
     tables_ptr,
     query_starts_ptr,
     query_offsets_ptr,
@@ -259,6 +277,9 @@ def _prefill_kernel(
     stride_vn,
     stride_vp,
     stride_vg,
+    stride_sn,
+    stride_sp,
+    stride_sg,
     stride_tb,
     GROUP: tl.constexpr,
     PACK: tl.constexpr,
@@ -309,6 +330,9 @@ def _prefill_kernel(
     table_ptr = tables_ptr + sequence * stride_tb
     k_ptr += kv_head * stride_kg
     v_ptr += kv_head * stride_vg
+    if k_scale_ptr is not None:
+        k_scale_ptr += kv_head * stride_sg
+        v_scale_ptr += kv_head * stride_sg
     maximum = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
     acc = tl.zeros((BLOCK_M, BLOCK_V), tl.float32)
@@ -316,23 +340,27 @@ def _prefill_kernel(
     # fmt: off
     if WINDOW > 0 or kv_starts_ptr is not None:
         state = _attend_tiles(
-            state, q, q_rest, query, k_ptr, v_ptr, table_ptr, scale_log2, kv_start, first, end,
-            tl.where(first < end, first // BLOCK_N * BLOCK_N, end), begin_full,
-            stride_kn, stride_kp, stride_vn, stride_vp, True,
+            state, q, q_rest, query, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table_ptr, scale_log2,
+            kv_start, first, end, tl.where(first < end, first // BLOCK_N * BLOCK_N, end), begin_full,
+            stride_kn, stride_kp, stride_vn, stride_vp, stride_sn, stride_sp, True,
             PAGE, WIDTH, VALUE_WIDTH, WINDOW, BLOCK_N, BLOCK_C, BLOCK_REST, BLOCK_V,
         )
     state = _attend_tiles(
-        state, q, q_rest, query, k_ptr, v_ptr, table_ptr, scale_log2, kv_start, first, end,
-        begin_full, end_full, stride_kn, stride_kp, stride_vn, stride_vp, False,
+        state, q, q_rest, query, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table_ptr, scale_log2,
+        kv_start, first, end, begin_full, end_full,
+        stride_kn, stride_kp, stride_vn, stride_vp, stride_sn, stride_sp, False,
         PAGE, WIDTH, VALUE_WIDTH, WINDOW, BLOCK_N, BLOCK_C, BLOCK_REST, BLOCK_V,
     )
     acc, total, maximum = _attend_tiles(
-        state, q, q_rest, query, k_ptr, v_ptr, table_ptr, scale_log2, kv_start, first, end,
-        end_full, end, stride_kn, stride_kp, stride_vn, stride_vp, True,
+        state, q, q_rest, query, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table_ptr, scale_log2,
+        kv_start, first, end, end_full, end,
+        stride_kn, stride_kp, stride_vn, stride_vp, stride_sn, stride_sp, True,
         PAGE, WIDTH, VALUE_WIDTH, WINDOW, BLOCK_N, BLOCK_C, BLOCK_REST, BLOCK_V,
     )
     # fmt: on
     total = tl.where(total == 0.0, 1.0, total)
+    if v_scale_ptr is not None:
+        acc /= UNIT
     out = acc / total[:, None]
     out_row = row * num_heads + head
     out_ptrs = out_ptr + out_row[:, None] * VALUE_WIDTH + cv[None, :]
@@ -356,12 +384,13 @@ def attention_prefill_triton(
     max_query_len: int,
     max_kv_len: int,
     kv_starts_B: Tensor | None = None,
+    scales: KVScales | None = None,
     out_dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Tensor]:
     """`attention_prefill` as one launch: (out_THV in `out_dtype`, lse_TH fp32)."""
     key_starts_B = kv_lens_B if kv_starts_B is None else kv_starts_B
     indices = (block_tables_BM, query_starts_B1, query_offsets_B, kv_lens_B, key_starts_B)
-    _check_operands(q_THC, k_cache_NPGC, v_cache_NPGV, *indices)
+    _check_operands(q_THC, k_cache_NPGC, v_cache_NPGV, *indices, scales)
     num_tokens, num_heads, _ = q_THC.shape
     value_width = v_cache_NPGV.shape[3]
     out_THV = torch.empty(num_tokens, num_heads, value_width, dtype=out_dtype, device=q_THC.device)
@@ -370,8 +399,11 @@ def attention_prefill_triton(
         return out_THV, lse_TH
     caches, chunks = (k_cache_NPGC, v_cache_NPGV), (query_starts_B1, query_offsets_B, kv_lens_B, kv_starts_B)
     operands = (q_THC, *caches, block_tables_BM, *chunks, out_THV, lse_TH)
-    attend = attention_prefill_hopper if runs_on_hopper(q_THC, *caches) else _launch_prefill
-    attend(*operands, scale=scale, window=window, max_query_len=max_query_len)
+    bounds = {"scale": scale, "window": window, "max_query_len": max_query_len}
+    if scales is None and runs_on_hopper(q_THC, *caches):
+        attention_prefill_hopper(*operands, **bounds)
+    else:
+        _launch_prefill(*operands, scales, **bounds)
     return out_THV, lse_TH
 
 
@@ -386,6 +418,7 @@ def _launch_prefill(
     kv_starts_B: Tensor | None,
     out_THV: Tensor,
     lse_TH: Tensor,
+    scales: KVScales | None,
     *,
     scale: float,
     window: int,
@@ -396,11 +429,14 @@ def _launch_prefill(
     num_kv_heads, value_width = v_cache_NPGV.shape[2:]
     group = num_heads // num_kv_heads
     tile = _prefill_tile(q_THC.dtype, width, value_width, device_generation(q_THC))
+    k_NPG, v_NPG, _ = scales or (None, None, False)
     pack = min(group & -group, tile.block_m)  # heads of one kv head in a tile: a power of two that divides the group
     _prefill_kernel[(cdiv(max_query_len * pack, tile.block_m), num_heads // pack, block_tables_BM.shape[0])](
         q_THC,
         k_cache_NPGC,
         v_cache_NPGV,
+        k_NPG,
+        v_NPG,
         block_tables_BM,
         query_starts_B1,
         query_offsets_B,
@@ -413,6 +449,7 @@ def _launch_prefill(
         *q_THC.stride()[:2],
         *k_cache_NPGC.stride()[:3],
         *v_cache_NPGV.stride()[:3],
+        *((0, 0, 0) if k_NPG is None else k_NPG.stride()),
         block_tables_BM.stride(0),
         GROUP=group,
         PACK=pack,
@@ -461,6 +498,7 @@ def attention_prefill_reference(
     max_query_len: int,
     max_kv_len: int,
     kv_starts_B: Tensor | None = None,
+    scales: KVScales | None = None,
     out_dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Tensor]:
     """(out_THV in `out_dtype`, lse_TH fp32): the definition, and the CPU's product path.
@@ -470,11 +508,12 @@ def attention_prefill_reference(
     """
     key_starts_B = torch.zeros_like(kv_lens_B) if kv_starts_B is None else kv_starts_B
     indices = (block_tables_BM, query_starts_B1, query_offsets_B, kv_lens_B, key_starts_B)
-    _check_operands(q_THC, k_cache_NPGC, v_cache_NPGV, *indices)
+    _check_operands(q_THC, k_cache_NPGC, v_cache_NPGV, *indices, scales)
     num_tokens, num_heads, width = q_THC.shape
     num_kv_heads, value_width = v_cache_NPGV.shape[2:]
     group, device = num_heads // num_kv_heads, q_THC.device
     rows = group * _REFERENCE_QUERIES
+    k_NPG, v_NPG, _ = scales or (None, None, False)
     sequence_I, query_IQ, row_IQ, inside_IQ = _query_blocks(query_starts_B1.long(), query_offsets_B.long())
     num_items = sequence_I.shape[0]
     if num_items == 0:
@@ -497,8 +536,8 @@ def attention_prefill_reference(
         key_iW = torch.arange(start, start + _REFERENCE_TILE, device=device).expand(live_i.shape[0], -1)
         valid_iW = (key_iW >= first_I[live_i, None]) & (key_iW < end_I[live_i, None])
         tables_iM, index_iW = block_tables_BM[sequence_I[live_i]], key_iW - kv_start_I[live_i, None]
-        k_iGWC = gather_kv_tile(k_cache_NPGC, tables_iM, index_iW, valid_iW)
-        v_iGWV = gather_kv_tile(v_cache_NPGV, tables_iM, index_iW, valid_iW)
+        k_iGWC = gather_kv_tile(k_cache_NPGC, tables_iM, index_iW, valid_iW, k_NPG)
+        v_iGWV = gather_kv_tile(v_cache_NPGV, tables_iM, index_iW, valid_iW, v_NPG)
         scores = tile_product(q_IGRC[live_i].flatten(0, 1), k_iGWC.flatten(0, 1).transpose(1, 2)) * scale
         seen_iQW = valid_iW.unsqueeze(1) & (key_iW.unsqueeze(1) <= query_IQ[live_i].unsqueeze(2))
         if window:

@@ -13,8 +13,10 @@ import torch
 from torch import Tensor
 
 
-def gather_kv_tile(cache_NPGC: Tensor, block_tables_BM: Tensor, index_BW: Tensor, valid_BW: Tensor) -> Tensor:
-    """tile_BGWC fp32: token index_BW[b, w] of sequence b for each head; zeros where not valid.
+def gather_kv_tile(
+    cache_NPGC: Tensor, block_tables_BM: Tensor, index_BW: Tensor, valid_BW: Tensor, scales_NPG: Tensor | None = None
+) -> Tensor:
+    """tile_BGWC fp32: token index_BW[b, w] of sequence b for each head, times its scale; zeros where not valid.
 
     Table entries of invalid tokens are not used as addresses, and what lies in the cache there does not reach the tile.
     """
@@ -24,7 +26,7 @@ def gather_kv_tile(cache_NPGC: Tensor, block_tables_BM: Tensor, index_BW: Tensor
     # The cache is looked at as rows of `width` entries that start every `step` entries (they may overlap), whatever the
     # strides of pages, tokens and heads: one row copy per token and head, straight into the order the product wants.
     strides = cache_NPGC.stride()[:3]
-    step = gcd(*strides)
+    step = gcd(*strides) or 1  # strides of 0: one row that stands for all
     page_stride, token_stride, head_stride = (stride // step for stride in strides)
     last_row = sum((size - 1) * (stride // step) for size, stride in zip(cache_NPGC.shape, strides))
     rows = cache_NPGC.as_strided((last_row + 1, width), (step, 1), cache_NPGC.storage_offset())
@@ -32,6 +34,8 @@ def gather_kv_tile(cache_NPGC: Tensor, block_tables_BM: Tensor, index_BW: Tensor
     head_G1 = torch.arange(num_heads, device=rows.device).unsqueeze(1) * head_stride
     row_BGW = row_BW.unsqueeze(1) + head_G1
     tile_BGWC = rows.index_select(0, row_BGW.flatten()).view(*row_BGW.shape, width).float()
+    if scales_NPG is not None:
+        tile_BGWC *= gather_kv_tile(scales_NPG.unsqueeze(-1), block_tables_BM, index_BW, valid_BW)
     if bool(valid_BW.all()):
         return tile_BGWC
     return tile_BGWC.masked_fill_(~valid_BW[:, None, :, None], 0.0)

@@ -135,8 +135,8 @@ def quantize_rows_reference(x_XD: Tensor) -> Quantized:
     _check_rows(x_XD)
     width = x_XD.shape[1]
     x_XGJ = torch.nn.functional.pad(x_XD.float(), (0, -width % GROUP)).unflatten(1, (-1, GROUP))
-    scales_XG = _scale_of(x_XGJ.abs().nan_to_num(nan=0.0, posinf=torch.inf).amax(-1))
-    values_XD = _to_fp8(x_XGJ, scales_XG[..., None]).flatten(1)[:, :width]
+    scales_XG = fp8_scale(x_XGJ.abs().nan_to_num(nan=0.0, posinf=torch.inf).amax(-1))
+    values_XD = to_fp8(x_XGJ, scales_XG[..., None]).flatten(1)[:, :width]
     return Quantized(values_XD.contiguous(), scales_XG.T.contiguous())
 
 
@@ -156,8 +156,8 @@ def quantize_blocks(w_ND: Tensor) -> QuantizedBlocks:
         height = part_ND.shape[-2]
         fill = (0, G * GROUP - D, 0, cdiv(height, GROUP) * GROUP - height)
         part_MIGJ = torch.nn.functional.pad(part_ND, fill).unflatten(-1, (G, GROUP)).unflatten(-3, (-1, GROUP))
-        part_MG = _scale_of(part_MIGJ.abs().amax((-3, -1)))
-        part_ND = _to_fp8(part_MIGJ, part_MG[..., :, None, :, None]).flatten(-2).flatten(-3, -2)
+        part_MG = fp8_scale(part_MIGJ.abs().amax((-3, -1)))
+        part_ND = to_fp8(part_MIGJ, part_MG[..., :, None, :, None]).flatten(-2).flatten(-3, -2)
         values_ND[..., rows, :] = part_ND[..., :height, :D]
         scales_MG[..., first : first + blocks, :] = part_MG
     return QuantizedBlocks(values_ND, scales_MG)
@@ -174,11 +174,12 @@ def dequantize_blocks(values: Tensor, scales: Tensor) -> Tensor:
     return values.float() * rows.repeat_interleave(GROUP, -1)[..., : values.shape[-1]]
 
 
-def _scale_of(largest: Tensor) -> Tensor:
+def fp8_scale(largest: Tensor) -> Tensor:
+    """The scale of rows or blocks with these largest magnitudes."""
     # Divided by a tensor: on a GPU torch multiplies by the reciprocal of a number, which rounds twice.
     return largest.clamp_min(TINIEST) / torch.full_like(largest, FP8_MAX)
 
 
-def _to_fp8(x: Tensor, scale: Tensor) -> Tensor:
+def to_fp8(x: Tensor, scale: Tensor) -> Tensor:
     """torch's cast turns what is beyond 448 into NaN; rounding may lift the largest a little above it."""
     return (x * (torch.ones_like(scale) / scale)).clamp(-FP8_MAX, FP8_MAX).to(FP8)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,6 +24,15 @@ int4: two entries of a head in a byte (c low, c + C / 2 high), a step and a leas
 
 _SCALE_NUMBERS = {"none": 0, "fp8": 1, "fp8-layer": 0, "int4": 2}
 _ALIGNMENT = 16  # bytes: what a kernel loads at once begins at a multiple of it
+
+
+class LayerCache(NamedTuple):
+    """One layer's tensor as attention sees it: views of the entries, and of the scales where a block holds any."""
+
+    values: Tensor
+    """GQA [N, 2, P, G, C]; MLA [N, P, L + R]."""
+    scales: Tensor | None = None
+    """fp32. GQA [N, 2, P, G]; MLA [N, P, 2]."""
 
 
 @dataclass(frozen=True)
@@ -115,6 +124,10 @@ class KVLayout:
             return None
         scales = layer[:, self._scales_start : self._scales_start + self._scale_bytes].view(torch.float32)
         return scales.unflatten(1, self._scale_shape)
+
+    def view(self, layer: Tensor) -> LayerCache:
+        """`values` and `scales` of one layer's tensor."""
+        return LayerCache(self.values(layer), self.scales(layer))
 
     @property
     def _block_shape(self) -> tuple[int, ...]:

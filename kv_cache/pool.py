@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kv_cache.layout import KVLayout
+from kv_cache.layout import KVLayout, LayerCache
 
 
 class KVPool:
-    """`num_blocks` blocks in every layer. `layers[i]` is layer i's tensor, shaped by the layout.
+    """`num_blocks` blocks in every layer. `layers[i]` is layer i's tensor, shaped by the layout; `caches[i]` its views.
 
     Zeros, not `empty`: on the CPU zero pages take memory only once they are written.
     """
@@ -22,6 +22,7 @@ class KVPool:
         self.layers: tuple[Tensor, ...] = tuple(
             torch.zeros(shape, dtype=layout.layer_dtype, device=device) for _ in range(layout.num_layers)
         )
+        self.caches: tuple[LayerCache, ...] = tuple(layout.view(layer) for layer in self.layers)
 
     @property
     def num_bytes(self) -> int:

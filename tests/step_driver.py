@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from kv_cache.layout import KVLayout, Quantization
+from kv_cache.pool import KVPool
 from moe.model.causal_lm import CausalLM
 from moe.model.config import GQAConfig
 from moe.model.step_input import DecodeBatch, PrefillBatch, StepInput
@@ -29,7 +31,15 @@ class Track:
 class StepDriver:
     """Sequences by name over one cache. `run` makes one step of decode rows and prefill chunks together."""
 
-    def __init__(self, model: CausalLM, *, block_size: int = 16, num_blocks: int = 96, seed: int = 0) -> None:
+    def __init__(
+        self,
+        model: CausalLM,
+        *,
+        block_size: int = 16,
+        num_blocks: int = 96,
+        seed: int = 0,
+        quantization: Quantization = "none",
+    ) -> None:
         self.model = model
         self.block_size = block_size
         self.random = random.Random(seed)
@@ -37,14 +47,17 @@ class StepDriver:
         self.random.shuffle(self.free)
         self.num_blocks = num_blocks
         self.tracks: dict[str, Track] = {}
-        attention = model.config.attention
+        attention, num_layers = model.config.attention, model.config.num_layers
+        kinds = (model.dtype, quantization)
         if isinstance(attention, GQAConfig):
-            shape = (num_blocks, 2, block_size, attention.num_kv_heads, attention.head_dim)
+            layout = KVLayout.gqa(num_layers, block_size, attention.num_kv_heads, attention.head_dim, *kinds)
         else:
-            shape = (num_blocks, block_size, attention.kv_lora_rank + attention.qk_rope_head_dim)
-        self.kv_caches = [
-            torch.full(shape, torch.nan, dtype=model.dtype, device=model.device) for _ in range(model.config.num_layers)
-        ]
+            widths = (attention.kv_lora_rank, attention.qk_rope_head_dim)
+            layout = KVLayout.mla(num_layers, block_size, *widths, *kinds)
+        self.pool = KVPool(layout, num_blocks, model.device)
+        for layer in self.pool.layers:
+            layer.view(torch.uint8).fill_(255)  # NaN in every dtype
+        self.kv_caches = self.pool.caches
 
     def run(
         self,

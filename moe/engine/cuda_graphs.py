@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kv_cache.layout import LayerCache
 from kernels.decode_inputs import Places, decode_inputs
 from kernels.sample import sample_argmax
 from moe.engine.network import Network
@@ -50,7 +51,7 @@ class DecodeGraphs:
     def __init__(
         self,
         network: Network,
-        kv_caches: Sequence[Tensor],
+        kv_caches: Sequence[LayerCache],
         places: Places,
         *,
         max_model_len: int,

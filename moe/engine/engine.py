@@ -70,13 +70,13 @@ class Engine:
         if network.load is None:
             network.load = LoadCounter(parts.model.num_layers, parts.model.moe.num_experts, parts.device)
         use_graphs = engine.cuda_graphs and parts.device.type == "cuda" and parts.graph_safe
-        layout = kv_layout(parts.model, cache.block_size, parts.dtype, cache.dtype)
+        layout = kv_layout(parts.model, cache.block_size, parts.dtype, cache.dtype, parts.device)
         sampler = Sampler(self.vocab_size)
         places = make_places(parts.max_num_seqs(engine), -(-self.max_model_len // cache.block_size), parts.device)
         self.plan = plan_cache(config, parts, layout, sampler, cuda_graphs=use_graphs)
         logger.info("%s", self.plan.table())
         pool = KVPool(layout, self.plan.num_blocks, parts.device)
-        salt = (parts.name, parts.model.family, str(parts.dtype), str(layout.dtype))
+        salt = (parts.name, parts.model.family, str(parts.dtype), layout.quantization)
         self.cache = PrefixCache(self.plan.num_blocks, cache.block_size, salt=salt, enabled=cache.prefix_caching)
         self.scheduler = Scheduler(
             self.cache,
@@ -90,7 +90,7 @@ class Engine:
         if use_graphs:
             self.graphs = DecodeGraphs(
                 network,
-                pool.layers,
+                pool.caches,
                 places,
                 max_model_len=self.max_model_len,
                 block_size=cache.block_size,

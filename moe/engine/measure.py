@@ -74,7 +74,7 @@ def measure_memory(
     with torch.inference_mode():
         for step in steps:
             torch.cuda.reset_peak_memory_stats(device)
-            logits_BV = network.forward(step, pool.layers)[:num_rows]
+            logits_BV = network.forward(step, pool.caches)[:num_rows]
             rows = [SampleRow(params, 0, 1, [0], [])] * logits_BV.shape[0]
             sampler.sample(logits_BV, SamplingBatch.build(rows, device))
             del logits_BV

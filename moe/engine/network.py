@@ -7,6 +7,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from kv_cache.layout import LayerCache
 from moe.model.step_input import StepInput
 from router.load import LoadCounter
 
@@ -19,6 +20,6 @@ class Network(Protocol):
 
     load: LoadCounter | None
 
-    def forward(self, step: StepInput, kv_caches: Sequence[Tensor]) -> Tensor: ...
+    def forward(self, step: StepInput, kv_caches: Sequence[LayerCache]) -> Tensor: ...
 
     def targets(self) -> dict[str, Tensor]: ...

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import torch
 
 from configs.schema import Config, EngineConfig
-from kv_cache.layout import KVLayout
+from kernels.quantize import supports_fp8
+from kv_cache.layout import KVLayout, Quantization
 from moe.engine.network import Network
 from moe.engine.tokenizer import Tokenizer
 from moe.model.causal_lm import CausalLM
@@ -97,7 +98,7 @@ def load_parts(config: Config) -> Parts:
             logger.warning("%s holds no chat template: messages need one as job.chat_template=", tokenizer_folder)
     else:
         logger.warning("%s holds no tokenizer: prompts must be token ids, answers have no text", tokenizer_folder)
-    kv_layout(model, config.cache.block_size, dtype, config.cache.dtype)  # refuses what the model's dtype forbids
+    kv_layout(model, config.cache.block_size, dtype, config.cache.dtype, device)  # refuses what these forbid
     network = load_model(
         folder,
         dtype=dtype,
@@ -150,15 +151,23 @@ def resolve_max_model_len(requested: int | None, model: ModelConfig) -> int:
     return requested
 
 
-def kv_layout(model: ModelConfig, block_size: int, dtype: torch.dtype, cache_dtype: str) -> KVLayout:
-    """The cache's layout: keys and values per head, or MLA's latent."""
-    if cache_dtype != "auto" and DTYPES.get(cache_dtype) is not dtype:
+def kv_layout(
+    model: ModelConfig, block_size: int, dtype: torch.dtype, cache_dtype: str, device: torch.device
+) -> KVLayout:
+    """The cache's layout: keys and values per head, or MLA's latent. ValueError where model or device forbid it."""
+    quantization: Quantization = "fp8" if cache_dtype == "fp8" else "none"
+    if quantization == "none" and cache_dtype != "auto" and DTYPES.get(cache_dtype) is not dtype:
         raise ValueError(
             f"cache.dtype={cache_dtype!r} differs from the model's {str(dtype).removeprefix('torch.')}, the only one "
-            "that the cache can hold; use cache.dtype=auto."
+            "that the cache can hold besides fp8; use cache.dtype=auto or fp8."
+        )
+    if quantization == "fp8" and not supports_fp8(device):
+        raise ValueError(
+            f"cache.dtype={cache_dtype!r} needs a GPU of compute capability 8.9 or above, and "
+            f"{torch.cuda.get_device_name(device)} is none; use cache.dtype=auto."
         )
     attention = model.attention
     if isinstance(attention, MLAConfig):
         widths = (attention.kv_lora_rank, attention.qk_rope_head_dim)
-        return KVLayout.mla(model.num_layers, block_size, *widths, dtype)
-    return KVLayout.gqa(model.num_layers, block_size, attention.num_kv_heads, attention.head_dim, dtype)
+        return KVLayout.mla(model.num_layers, block_size, *widths, dtype, quantization)
+    return KVLayout.gqa(model.num_layers, block_size, attention.num_kv_heads, attention.head_dim, dtype, quantization)

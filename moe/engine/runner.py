@@ -80,7 +80,7 @@ class Runner:
             return self._in_flight(schedule, drawn if schedule.sampled else None, [], rows)
         tensors = step_tensors(schedule, self.places, self.limits)
         enter("forward")
-        logits_BV = self.network.forward(tensors.step, self.pool.layers)
+        logits_BV = self.network.forward(tensors.step, self.pool.caches)
         enter("sample")
         prompts = self._prompt_rows(schedule, logits_BV[len(schedule.sampled) :])
         if not schedule.sampled:
@@ -120,7 +120,7 @@ class Runner:
             tensors = step_tensors(schedule, self.places, self.limits)
             place_S = tensors.sampled_places_S
             enter("forward")
-            logits_BV = self.network.forward(tensors.step, self.pool.layers)
+            logits_BV = self.network.forward(tensors.step, self.pool.caches)
         enter("sample")
         prompts = self._prompt_rows(schedule, logits_BV[len(schedule.sampled) :])
         batch = self._sampling_batch(schedule.sampled)

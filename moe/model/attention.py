@@ -11,14 +11,19 @@ from torch import Tensor
 
 from kernels.attention_decode import attention_decode
 from kernels.attention_prefill import attention_prefill
+from kernels.kv_quantize import KVScales
 from kernels.qk_rope_store import HeadNorms, Rope, qk_rope_store
+from kv_cache.layout import LayerCache
 from moe.model.config import GQAConfig, ModelConfig
 from moe.model.linear import Parameters
 from moe.model.step_plan import StepPlan
 
 
 class GQAttention:
-    """H query heads share G key/value heads of width C. The cache of a layer is [N, 2, P, G, C]: keys, then values."""
+    """H query heads share G key/value heads of width C. The cache of a layer is [N, 2, P, G, C]: keys, then values.
+
+    In e4m3 a scale for each row goes with it, [N, 2, P, G].
+    """
 
     def __init__(self, config: ModelConfig, index: int, parameters: Parameters, cos_sin_PR: Tensor) -> None:
         assert isinstance(config.attention, GQAConfig), f"layer {index} is no grouped-query attention"
@@ -35,13 +40,16 @@ class GQAttention:
         if q_norm_C is not None and k_norm_C is not None:
             self.norms = HeadNorms(q_norm_C, k_norm_C, config.norm_eps)
 
-    def __call__(self, x_TD: Tensor, plan: StepPlan, cache_N2PGC: Tensor) -> Tensor:
+    def __call__(self, x_TD: Tensor, plan: StepPlan, cache: LayerCache) -> Tensor:
         step = plan.step
         H, G, C = self.heads.num_heads, self.heads.num_kv_heads, self.heads.head_dim
         q_THC, k_TGC, v_TGC = self.qkv(x_TD).view(-1, H + 2 * G, C).split((H, G, G), dim=1)
-        k_cache_NPGC, v_cache_NPGC = cache_N2PGC[:, 0], cache_N2PGC[:, 1]
+        k_cache_NPGC, v_cache_NPGC = cache.values.unbind(1)
+        scales = None if cache.scales is None else KVScales(*cache.scales.unbind(1))
         rope = Rope(step.positions_T, self.cos_sin_PR, self.interleaved)
-        q_THC = qk_rope_store(q_THC, k_TGC, v_TGC, self.norms, rope, k_cache_NPGC, v_cache_NPGC, step.slot_mapping_T)
+        q_THC = qk_rope_store(
+            q_THC, k_TGC, v_TGC, self.norms, rope, k_cache_NPGC, v_cache_NPGC, step.slot_mapping_T, scales
+        )
 
         parts: list[Tensor] = []
         if step.decode is not None:
@@ -55,6 +63,7 @@ class GQAttention:
                     scale=self.scale,
                     window=self.window,
                     max_kv_len=step.decode.max_kv_len,
+                    scales=scales,
                 )
             )
         if step.prefill is not None:
@@ -71,6 +80,7 @@ class GQAttention:
                     window=self.window,
                     max_query_len=step.prefill.max_query_len,
                     max_kv_len=step.prefill.max_kv_len,
+                    scales=scales,
                 )
             )
         out_THC = torch.cat(parts) if len(parts) != 1 else parts[0]

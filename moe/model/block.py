@@ -9,6 +9,7 @@ from torch import Tensor
 
 from expert_parallel.dispatcher import Dispatcher
 from kernels.rmsnorm import Norm, rmsnorm_residual
+from kv_cache.layout import LayerCache
 from moe.model.attention import GQAttention
 from moe.model.config import ModelConfig
 from moe.model.experts import DenseMLP
@@ -45,7 +46,7 @@ class Block:
             self.mlp = DenseMLP(parameters[f"{name}.mlp.gate_up.weight"], parameters.linear(f"{name}.mlp.down"))
 
     def __call__(
-        self, y_TD: Tensor, residual_TD: Tensor, plan: StepPlan, kv_cache: Tensor, next_norm: Norm
+        self, y_TD: Tensor, residual_TD: Tensor, plan: StepPlan, kv_cache: LayerCache, next_norm: Norm
     ) -> tuple[Tensor, Tensor]:
         """(rows normalised by `attn_norm`, residual) in, (rows normalised by `next_norm`, residual) out."""
         y_TD = self.attention(y_TD, plan, kv_cache)

@@ -13,6 +13,7 @@ from torch import Tensor
 from expert_parallel.dispatcher import LocalDispatcher
 from expert_parallel.placement import Placement
 from kernels.rmsnorm import Norm
+from kv_cache.layout import LayerCache
 from moe.model.block import Block
 from moe.model.config import MLAConfig, ModelConfig
 from moe.model.embedding import Embedding, Head
@@ -85,7 +86,7 @@ class CausalLM:
         self.products = self.parameters.choose_products()
 
     @torch.no_grad()
-    def forward(self, step: StepInput, kv_caches: Sequence[Tensor]) -> Tensor:
+    def forward(self, step: StepInput, kv_caches: Sequence[LayerCache]) -> Tensor:
         """fp32 logits [B', V] of the rows `step.logits_rows_B`. Writes the cache where slot_mapping says."""
         x_TD = self.hidden(step, kv_caches)
         rows = step.logits_rows_B
@@ -94,7 +95,7 @@ class CausalLM:
         return self.head(x_TD if every_row else x_TD[rows])
 
     @torch.no_grad()
-    def hidden(self, step: StepInput, kv_caches: Sequence[Tensor]) -> Tensor:
+    def hidden(self, step: StepInput, kv_caches: Sequence[LayerCache]) -> Tensor:
         """x_TD after the last norm, every row."""
         plan = self._plan(step, kv_caches)
         if plan.load is not None:
@@ -107,7 +108,7 @@ class CausalLM:
             plan.load.end_step()
         return y_TD
 
-    def _plan(self, step: StepInput, kv_caches: Sequence[Tensor]) -> StepPlan:
+    def _plan(self, step: StepInput, kv_caches: Sequence[LayerCache]) -> StepPlan:
         """Checks on the host what a kernel could only read out of bounds, then plans the step."""
         longest = max(
             step.decode.max_kv_len if step.decode is not None else 0,
@@ -120,5 +121,5 @@ class CausalLM:
         assert self.load is None or (self.load.num_layers, self.load.num_experts) == wanted, (
             f"the load counter is for {self.load.num_layers} layers of {self.load.num_experts} experts, not {wanted}"
         )
-        page_size = kv_caches[0].shape[-2 if self.mla_workspace_tokens is not None else -3]
+        page_size = kv_caches[0].values.shape[-2 if self.mla_workspace_tokens is not None else -3]
         return plan_step(step, page_size, self.mla_workspace_tokens, self.load)

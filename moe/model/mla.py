@@ -22,6 +22,7 @@ from kernels.linear import head_linear
 from kernels.mla_decode import mla_decode
 from kernels.qk_rope_store import Rope
 from kernels.rmsnorm import rmsnorm
+from kv_cache.layout import LayerCache
 from moe.model.config import MLAConfig, ModelConfig
 from moe.model.linear import Linear, Parameters
 from moe.model.step_input import DecodeBatch
@@ -86,8 +87,8 @@ class MLAttention:
         self.w_uk_HLn = w_HNL[:, : dims.qk_nope_head_dim].transpose(1, 2).contiguous()
         self.w_uv_HVL = w_HNL[:, dims.qk_nope_head_dim :]
 
-    def __call__(self, x_TD: Tensor, plan: StepPlan, cache_NPX: Tensor) -> Tensor:
-        step, dims = plan.step, self.dims
+    def __call__(self, x_TD: Tensor, plan: StepPlan, cache: LayerCache) -> Tensor:
+        step, dims, cache_NPX = plan.step, self.dims, cache.values
         q_TX, kv_TX = self.q_kv_a(x_TD).tensor_split((-dims.kv_lora_rank - dims.qk_rope_head_dim,), dim=1)
         q_THC = self._queries(q_TX)
         q_pe_THR = q_THC[..., dims.qk_nope_head_dim :]

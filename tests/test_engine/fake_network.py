@@ -19,6 +19,7 @@ from torch import Tensor
 
 from configs.schema import CacheConfig, Config, EngineConfig
 from kernels.routing import RoutingRule
+from kv_cache.layout import LayerCache
 from moe.engine.engine import Engine
 from moe.engine.parts import Parts
 from moe.engine.tokenizer import Tokenizer
@@ -61,9 +62,9 @@ class FakeNetwork:
     def targets(self) -> dict[str, Tensor]:
         return {"embed.weight": torch.zeros(2, 2)}
 
-    def forward(self, step: StepInput, kv_caches: Sequence[Tensor]) -> Tensor:
+    def forward(self, step: StepInput, kv_caches: Sequence[LayerCache]) -> Tensor:
         self.before_forward(step)
-        cache = kv_caches[0]  # [N, 2, P, 1, 1]
+        cache = kv_caches[0].values  # [N, 2, P, 1, 1]
         size = cache.shape[2]
         kinds = torch.full_like(step.positions_T, PREFILLED)
         kinds[: step.num_decode] = DECODED

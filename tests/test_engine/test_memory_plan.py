@@ -130,9 +130,17 @@ def test_dtypes_and_devices_by_name() -> None:
     with pytest.raises(ValueError, match=r"engine\.device='tpu' is not known"):
         resolve_device("tpu")
     assert resolve_device("cpu") == cpu
-    with pytest.raises(ValueError, match=r"cache\.dtype='fp8' differs from the model's float32"):
-        kv_layout(fake_config(), 16, torch.float32, "fp8")
-    assert kv_layout(fake_config(), 16, torch.float32, "float32").layer_shape(3) == (3, 2, 16, 1, 1)
+    with pytest.raises(ValueError, match=r"cache\.dtype='float16' differs from the model's float32.*=auto or fp8"):
+        kv_layout(fake_config(), 16, torch.float32, "float16", cpu)
+    assert kv_layout(fake_config(), 16, torch.float32, "float32", cpu).layer_shape(3) == (3, 2, 16, 1, 1)
+    assert kv_layout(fake_config(), 16, torch.float32, "fp8", cpu).quantization == "fp8"
+
+
+def test_an_fp8_cache_needs_a_gpu_that_has_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100")
+    with pytest.raises(ValueError, match=r"cache\.dtype='fp8' needs .* 8\.9 or above, and NVIDIA A100 .*=auto"):
+        kv_layout(fake_config(), 16, torch.bfloat16, "fp8", torch.device("cuda", 0))
 
 
 @pytest.mark.parametrize("cuda_graphs", [True, False])
