@@ -38,13 +38,6 @@ class KVScales(NamedTuple):
     given: bool = False
 
 
-class LatentScales(NamedTuple):
-    """Scales of a cache of latents, fp32 [N, P, 2]: the latent's and the rotary key's. `given`: as in `KVScales`."""
-
-    scales_NP2: Tensor
-    given: bool = False
-
-
 @triton.jit
 def row_scale(largest):
     """The scale of rows with these largest magnitudes."""
@@ -75,7 +68,7 @@ def check_kv_scales(k_cache_NPGC: Tensor, v_cache_NPGV: Tensor, scales: KVScales
 
 
 def store_rows_reference(
-    x_TXC: Tensor, cache_NPXC: Tensor, scales_NPX: Tensor, slot_mapping_T: Tensor, *, given: bool
+    x_TXC: Tensor, cache_NPXC: Tensor, scales_NPX: Tensor, slot_mapping_T: Tensor, *, given: bool = False
 ) -> None:
     """cache[slot] = codes of row t, for each X its own scale, which goes to scales[slot] unless it is given."""
     written_T = slot_mapping_T >= 0

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from kernels.checks import cdiv, next_power_of_2, uses_triton
 from kernels.dependent_launch import dependent_launch, wait_for_inputs
+from kernels.kv_quantize import check_scales, row_codes, row_scale, store_rows_reference
 from kernels.kv_store import latent_store_reference
 from kernels.qk_rope_store import Rope, angles_of, check_rope, load_pairs, store_pairs
 from kernels.rmsnorm import norm_tile, rms_apply, rms_scale, rmsnorm_reference
@@ -31,19 +32,21 @@ def latent_rope_store(
     rope: Rope,
     cache_NPX: Tensor,
     slot_mapping_T: Tensor,
+    scales_NP2: Tensor | None = None,
 ) -> None:
     """Rotates q_pe in place; row t of kv, X = L + R, goes to its slot: L entries normalised, R rotated.
 
-    q_pe may be a strided view; kv is not changed. A slot of -1 writes nothing. `latent_rope_store_reference` is the
-    definition.
+    q_pe may be a strided view; kv is not changed. A slot of -1 writes nothing. Where the cache is e4m3, scales_NP2 fp32
+    takes a row's scales, the latent's and the rotary key's. `latent_rope_store_reference` is the definition.
     """
     run = latent_rope_store_triton if uses_triton(kv_TX) else latent_rope_store_reference
-    run(q_pe_THR, kv_TX, norm_L, eps, rope, cache_NPX, slot_mapping_T)
+    run(q_pe_THR, kv_TX, norm_L, eps, rope, cache_NPX, slot_mapping_T, scales_NP2)
 
 
 # cache[slot // P, slot % P] = (norm(kv[t, :L]), turn(kv[t, L:])); q_pe[t, h] = turn(q_pe[t, h]) in place
 #   q_pe_ptr [T, H, R], T and H strided; kv_ptr [T, L + R], rows strided; weight_ptr [L]; cache_ptr [N, P, L + R]; one
-#   dtype; positions_ptr, slots_ptr int64 [T]; table_ptr fp32 [P, 2 * HALF], R = 2 * HALF
+#   dtype; positions_ptr, slots_ptr int64 [T]; table_ptr fp32 [P, 2 * HALF], R = 2 * HALF; scales_ptr None, or fp32
+#   [N, P, 2] of a cache in e4m3: each part's largest magnitude / 448
 #   grid (cdiv(T, BLOCK_R) + T * cdiv(H, BLOCK_H),): first programs of BLOCK_R latents each, then programs of BLOCK_H
 #   query heads of one token. fp32 statistics and rotation, one cast each. What lies beyond the last is masked.
 
@@ -54,6 +57,7 @@ def _latent_rope_store_kernel(
     kv_ptr,
     weight_ptr,
     cache_ptr,
+    scales_ptr,
     positions_ptr,
     slots_ptr,
     table_ptr,
@@ -66,6 +70,8 @@ def _latent_rope_store_kernel(
     stride_kt,
     stride_cn,
     stride_cp,
+    stride_sn,
+    stride_sp,
     LATENT: tl.constexpr,
     HALF: tl.constexpr,
     INTERLEAVED: tl.constexpr,
@@ -90,7 +96,15 @@ def _latent_rope_store_kernel(
         k_first, k_second = load_pairs(row_ptr + LATENT, in_batch, BLOCK_R, HALF, INTERLEAVED, BLOCK_P)
         cos, sin = angles_of(table_ptr, tl.load(positions_ptr + row, mask=in_batch, other=0), HALF, BLOCK_P)
         k_first, k_second = rotate(k_first, k_second, cos, sin)
-        # Both parts of the row are in registers before either is stored: a cache of another dtype takes scales here.
+        if scales_ptr is not None:
+            scale_ptr = scales_ptr + (slot // page_size) * stride_sn + (slot % page_size) * stride_sp
+            latent_scale = row_scale(tl.max(tl.abs(latent.to(tl.float32)), axis=1))[:, None]
+            largest = tl.maximum(tl.abs(k_first.to(tl.float32)), tl.abs(k_second.to(tl.float32)))
+            rope_scale = row_scale(tl.max(largest, axis=1))[:, None]
+            tl.store(scale_ptr, latent_scale, mask=slot >= 0)
+            tl.store(scale_ptr + 1, rope_scale, mask=slot >= 0)
+            latent = row_codes(latent, latent_scale, cache_ptr)
+            k_first, k_second = row_codes(k_first, rope_scale, cache_ptr), row_codes(k_second, rope_scale, cache_ptr)
         tl.store(place_ptr + column, latent, mask=(slot >= 0) & in_latent)
         store_pairs(place_ptr + LATENT, k_first, k_second, slot >= 0, BLOCK_R, HALF, INTERLEAVED, BLOCK_P)
     else:
@@ -116,9 +130,23 @@ def latent_rope_store_triton(
     rope: Rope,
     cache_NPX: Tensor,
     slot_mapping_T: Tensor,
+    scales_NP2: Tensor | None = None,
 ) -> None:
     """`latent_rope_store` as one launch."""
-    _check_latents(q_pe_THR, kv_TX, norm_L, rope, cache_NPX, slot_mapping_T)
+    _check_latents(q_pe_THR, kv_TX, norm_L, rope, cache_NPX, slot_mapping_T, scales_NP2)
+    _launch(q_pe_THR, kv_TX, norm_L, eps, rope, cache_NPX, slot_mapping_T, scales_NP2)
+
+
+def _launch(
+    q_pe_THR: Tensor,
+    kv_TX: Tensor,
+    norm_L: Tensor,
+    eps: float,
+    rope: Rope,
+    cache_NPX: Tensor,
+    slot_mapping_T: Tensor,
+    scales_NP2: Tensor | None,
+) -> None:
     num_tokens, num_heads, rotated = q_pe_THR.shape
     if num_tokens == 0:
         return
@@ -130,6 +158,7 @@ def latent_rope_store_triton(
         kv_TX,
         norm_L,
         cache_NPX,
+        scales_NP2,
         rope.positions_T,
         slot_mapping_T,
         rope.cos_sin_PR,
@@ -140,6 +169,7 @@ def latent_rope_store_triton(
         *q_pe_THR.stride()[:2],
         kv_TX.stride(0),
         *cache_NPX.stride()[:2],
+        *((0, 0) if scales_NP2 is None else scales_NP2.stride()[:2]),
         LATENT=norm_L.shape[0],
         HALF=rotated // 2,
         INTERLEAVED=rope.interleaved,
@@ -153,7 +183,13 @@ def latent_rope_store_triton(
 
 
 def _check_latents(
-    q_pe_THR: Tensor, kv_TX: Tensor, norm_L: Tensor, rope: Rope, cache_NPX: Tensor, slot_mapping_T: Tensor
+    q_pe_THR: Tensor,
+    kv_TX: Tensor,
+    norm_L: Tensor,
+    rope: Rope,
+    cache_NPX: Tensor,
+    slot_mapping_T: Tensor,
+    scales_NP2: Tensor | None,
 ) -> None:
     num_tokens, _, rotated = q_pe_THR.shape
     width = norm_L.shape[0] + rotated
@@ -161,8 +197,9 @@ def _check_latents(
     assert shapes == ((num_tokens, width), width), f"kv rows and cache rows {shapes} are not L + R = {width} wide"
     last = (q_pe_THR.stride(-1), kv_TX.stride(-1), cache_NPX.stride(-1))
     assert last == (1, 1, 1) or num_tokens == 0, f"a row must lie together in memory; strides {last}"
-    dtypes = {x.dtype for x in (q_pe_THR, kv_TX, norm_L, cache_NPX)}
+    dtypes = {x.dtype for x in (q_pe_THR, kv_TX, norm_L, *(() if scales_NP2 is not None else (cache_NPX,)))}
     assert len(dtypes) == 1, f"queries, latents, norm and cache share one dtype, not {dtypes}"
+    check_scales(cache_NPX, scales_NP2, (*cache_NPX.shape[:2], 2), q_pe_THR.dtype)
     assert rope.cos_sin_PR.shape[1] == rotated, f"the table turns {rope.cos_sin_PR.shape[1]} entries, not {rotated}"
     check_rope(rope, num_tokens, rotated, slot_mapping_T)
 
@@ -175,11 +212,20 @@ def latent_rope_store_reference(
     rope: Rope,
     cache_NPX: Tensor,
     slot_mapping_T: Tensor,
+    scales_NP2: Tensor | None = None,
 ) -> None:
     """The definition, and the CPU's product path: the references of norm, rotation and store, one after another."""
-    _check_latents(q_pe_THR, kv_TX, norm_L, rope, cache_NPX, slot_mapping_T)
+    _check_latents(q_pe_THR, kv_TX, norm_L, rope, cache_NPX, slot_mapping_T, scales_NP2)
     latent = norm_L.shape[0]
     latent_TL, k_pe_TR = rmsnorm_reference(kv_TX[:, :latent], norm_L, eps), kv_TX[:, latent:].clone()
     for x_THR in (q_pe_THR, k_pe_TR[:, None]):
         rope_reference_(x_THR, rope.positions_T, rope.cos_sin_PR, interleaved=rope.interleaved)
-    latent_store_reference(latent_TL, k_pe_TR, cache_NPX, slot_mapping_T)
+    if scales_NP2 is None:
+        latent_store_reference(latent_TL, k_pe_TR, cache_NPX, slot_mapping_T)
+        return
+    parts = (
+        (latent_TL, cache_NPX[..., :latent], scales_NP2[..., :1]),
+        (k_pe_TR, cache_NPX[..., latent:], scales_NP2[..., 1:]),
+    )
+    for x_TC, cache_NPC, scales_NP1 in parts:
+        store_rows_reference(x_TC[:, None], cache_NPC.unsqueeze(2), scales_NP1, slot_mapping_T)

@@ -6,7 +6,7 @@ Knows pages, lengths and heads; the projections into and out of the latent space
     o_latent[b, h] = sum over p < kv_len of softmax_p(s) * c[p]
     cache row p = (c[p] of width L, k_pe[p] of width R), X = L + R
 """
-# pyright: reportCallIssue=false
+# pyright: reportCallIssue=false, reportOperatorIssue=false
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ from kernels.checks import (
     uses_triton,
 )
 from kernels.dependent_launch import dependent_launch, wait_for_inputs
+from kernels.kv_quantize import UNIT, check_scales
 from kernels.kv_tiles import OnlineSoftmax, gather_kv_tile, tile_product
 from kernels.mla_decode_hopper import mla_decode_hopper, runs_on_hopper
 from kernels.split_kv import SplitRule, merge_splits, split_bounds, split_workspace
@@ -44,19 +45,33 @@ def mla_decode(
     *,
     scale: float,
     max_kv_len: int,
+    scales_NP2: Tensor | None = None,
 ) -> Tensor:
     """o_latent_BHL in q's dtype. `mla_decode_reference` is the definition.
 
     block_tables_BM int32 (entries past kv_len are never used), kv_lens_B int32 (with the new token; 0 gives zeros).
-    max_kv_len >= every kv_len; it bounds the work and does not change a bit of the result.
+    max_kv_len >= every kv_len; it bounds the work and does not change a bit of the result. scales_NP2 fp32, of a cache
+    in e4m3: the latent's and the rotary key's.
     """
     return (mla_decode_triton if uses_triton(q_latent_BHL) else mla_decode_reference)(
-        q_latent_BHL, q_pe_BHR, cache_NPX, block_tables_BM, kv_lens_B, scale=scale, max_kv_len=max_kv_len
+        q_latent_BHL,
+        q_pe_BHR,
+        cache_NPX,
+        block_tables_BM,
+        kv_lens_B,
+        scale=scale,
+        max_kv_len=max_kv_len,
+        scales_NP2=scales_NP2,
     )
 
 
 def _check_operands(
-    q_latent_BHL: Tensor, q_pe_BHR: Tensor, cache_NPX: Tensor, block_tables_BM: Tensor, kv_lens_B: Tensor
+    q_latent_BHL: Tensor,
+    q_pe_BHR: Tensor,
+    cache_NPX: Tensor,
+    block_tables_BM: Tensor,
+    kv_lens_B: Tensor,
+    scales_NP2: Tensor | None,
 ) -> None:
     num_sequences, num_heads, latent = q_latent_BHL.shape
     assert_shape("q_pe_BHR", q_pe_BHR, (num_sequences, num_heads, None))
@@ -67,7 +82,8 @@ def _check_operands(
         assert_dtype(name, x, torch.int32)
     for name, x in (("q_latent_BHL", q_latent_BHL), ("q_pe_BHR", q_pe_BHR), ("cache_NPX", cache_NPX)):
         assert_last_contiguous(name, x)
-        assert_dtype(name, x, q_latent_BHL.dtype)
+    assert_dtype("q_pe_BHR", q_pe_BHR, q_latent_BHL.dtype)
+    check_scales(cache_NPX, scales_NP2, (*cache_NPX.shape[:2], 2), q_latent_BHL.dtype)
     assert_same_device(
         q_latent_BHL, q_pe_BHR=q_pe_BHR, cache_NPX=cache_NPX, block_tables_BM=block_tables_BM, kv_lens_B=kv_lens_B
     )
@@ -75,9 +91,9 @@ def _check_operands(
 
 # Per split of the keys: out = sum_p 2^s[p] c[p] / sum_p 2^s[p] and lse = log2(sum_p 2^s[p]), s[p] = scale * log2(e) *
 #   (q_latent . c[p] + q_pe . k_pe[p]); a sequence of one split is done then, else kernels/split_kv.py merges
-#   q_latent_ptr [B, H, L], q_pe_ptr [B, H, R], cache_ptr [N, P, L + R], one dtype, any strides but the last;
-#   tables_ptr int32 [B, M], kv_lens_ptr int32 [B]; out_ptr [B, H, L], parts_ptr [B, S, H, L], lse_ptr fp32
-#   [B, S, H], contiguous
+#   q_latent_ptr [B, H, L], q_pe_ptr [B, H, R], cache_ptr [N, P, L + R], one dtype, any strides but the last; or a
+#   cache in e4m3 with scales_ptr fp32 [N, P, 2] (else None), which go into the scores and the weights; int32:
+#   tables_ptr [B, M], kv_lens_ptr [B]; out_ptr [B, H, L], parts_ptr [B, S, H, L], lse_ptr fp32 [B, S, H], contiguous
 #   grid (cdiv(H, BLOCK_H), S, B): a program owns one split of one sequence for BLOCK_H heads, the rows of one tile;
 #   the head tiles of a split run side by side and share its latents in L2. A latent is loaded once, for both products.
 #   fp32 accumulation. Rows from H on are zero queries, not written; keys outside [first, end) are not read (the nearest
@@ -89,6 +105,7 @@ def _mla_kernel(
     q_latent_ptr,
     q_pe_ptr,
     cache_ptr,
+    scales_ptr,
     tables_ptr,
     kv_lens_ptr,
     out_ptr,
@@ -102,6 +119,8 @@ def _mla_kernel(
     stride_rh,
     stride_cn,
     stride_cp,
+    stride_sn,
+    stride_sp,
     stride_tb,
     PAGE: tl.constexpr,
     LATENT: tl.constexpr,
@@ -155,18 +174,30 @@ def _mla_kernel(
             k_pe = tl.load(row_ptrs + LATENT + r[None, :])
         else:
             k_pe = tl.load(row_ptrs + LATENT + r[None, :], mask=(r < ROPE)[None, :], other=0.0)
-        scores = tl.dot(q_latent, tl.trans(latent), input_precision="ieee")
-        scores = tl.dot(q_pe, tl.trans(k_pe), scores, input_precision="ieee") * scale_log2
+        scores = tl.dot(q_latent, tl.trans(latent.to(q_latent.dtype)), input_precision="ieee")
+        if scales_ptr is not None:
+            scale_ptrs = scales_ptr + block.to(tl.int64) * stride_sn + in_page * stride_sp
+            latent_scale = tl.load(scale_ptrs)
+            turned = tl.dot(q_pe, tl.trans(k_pe.to(q_pe.dtype)), input_precision="ieee")
+            scores = scores * latent_scale[None, :] + turned * tl.load(scale_ptrs + 1)[None, :]
+        else:
+            scores = tl.dot(q_pe, tl.trans(k_pe), scores, input_precision="ieee")
+        scores *= scale_log2
         scores = tl.where((key < end)[None, :], scores, float("-inf"))
         new_maximum = tl.maximum(maximum, tl.max(scores, axis=1))
         base = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
         weights = tl.exp2(scores - base[:, None])
         decay = tl.exp2(maximum - base)
         total = total * decay + tl.sum(weights, axis=1)
-        acc = tl.dot(weights.to(latent.dtype), latent, acc * decay[:, None], input_precision="ieee")
+        if scales_ptr is not None:
+            weights *= (latent_scale * UNIT)[None, :]
+        latent = latent.to(q_latent.dtype)
+        acc = tl.dot(weights.to(q_latent.dtype), latent, acc * decay[:, None], input_precision="ieee")
         maximum, block = new_maximum, next_block
     real_columns = real[:, None] & (l < LATENT)[None, :]
     total = tl.where(total == 0.0, 1.0, total)
+    if scales_ptr is not None:
+        acc /= UNIT
     out = acc / total[:, None]
     if splits <= 1:
         out_ptrs = out_ptr + (sequence * num_heads + head)[:, None] * LATENT + l[None, :]
@@ -187,13 +218,14 @@ def mla_decode_triton(
     *,
     scale: float,
     max_kv_len: int,
+    scales_NP2: Tensor | None = None,
 ) -> Tensor:
     """`mla_decode` as two launches: the splits, then their merge."""
-    _check_operands(q_latent_BHL, q_pe_BHR, cache_NPX, block_tables_BM, kv_lens_B)
+    _check_operands(q_latent_BHL, q_pe_BHR, cache_NPX, block_tables_BM, kv_lens_B, scales_NP2)
     num_sequences, num_heads, latent = q_latent_BHL.shape
     if num_sequences == 0 or max_kv_len == 0:
         return q_latent_BHL.new_zeros(num_sequences, num_heads, latent)
-    rule, hopper = _split_rule(num_heads), runs_on_hopper(q_latent_BHL, q_pe_BHR, cache_NPX)
+    rule, hopper = _split_rule(num_heads), scales_NP2 is None and runs_on_hopper(q_latent_BHL, q_pe_BHR, cache_NPX)
     wide = q_latent_BHL.dtype == torch.float32
     splits = rule.most(max_kv_len)
     # Latents come out of a norm, so a half holds their means, and rounds eight times finer than bf16 does in the end.
@@ -201,7 +233,10 @@ def mla_decode_triton(
     parts_BSHL, lse_BSH = split_workspace(num_sequences, splits, num_heads, latent, part_dtype, q_latent_BHL.device)
     out_BHL = q_latent_BHL.new_empty(num_sequences, num_heads, latent)
     operands = (q_latent_BHL, q_pe_BHR, cache_NPX, block_tables_BM, kv_lens_B, out_BHL, parts_BSHL, lse_BSH)
-    (mla_decode_hopper if hopper else _launch_mla)(*operands, rule, scale=scale)
+    if hopper:
+        mla_decode_hopper(*operands, rule, scale=scale)
+    else:
+        _launch_mla(*operands, rule, scales_NP2, scale=scale)
     if splits > 1:
         merge_splits(parts_BSHL, lse_BSH, kv_lens_B, out_BHL, rule)
     return out_BHL
@@ -217,6 +252,7 @@ def _launch_mla(
     parts_BSHL: Tensor,
     lse_BSH: Tensor,
     rule: SplitRule,
+    scales_NP2: Tensor | None,
     *,
     scale: float,
 ) -> None:
@@ -227,6 +263,7 @@ def _launch_mla(
         q_latent_BHL,
         q_pe_BHR,
         cache_NPX,
+        scales_NP2,
         block_tables_BM,
         kv_lens_B,
         out_BHL,
@@ -237,6 +274,7 @@ def _launch_mla(
         *q_latent_BHL.stride()[:2],
         *q_pe_BHR.stride()[:2],
         *cache_NPX.stride()[:2],
+        *((0, 0) if scales_NP2 is None else scales_NP2.stride()[:2]),
         block_tables_BM.stride(0),
         PAGE=cache_NPX.shape[1],
         LATENT=latent,
@@ -275,9 +313,10 @@ def mla_decode_reference(
     *,
     scale: float,
     max_kv_len: int,
+    scales_NP2: Tensor | None = None,
 ) -> Tensor:
     """The definition, and the CPU's product path: fp32, tiles of keys at fixed positions, in order."""
-    _check_operands(q_latent_BHL, q_pe_BHR, cache_NPX, block_tables_BM, kv_lens_B)
+    _check_operands(q_latent_BHL, q_pe_BHR, cache_NPX, block_tables_BM, kv_lens_B, scales_NP2)
     num_sequences, num_heads, latent = q_latent_BHL.shape
     q_BHX = torch.cat([q_latent_BHL, q_pe_BHR], dim=2).float()
     kv_lens_B = kv_lens_B.long()
@@ -287,6 +326,10 @@ def mla_decode_reference(
         position_bW = torch.arange(start, start + _REFERENCE_TILE, device=q_BHX.device).expand(live_b.shape[0], -1)
         valid_bW = position_bW < kv_lens_B[live_b, None]
         rows_bWX = gather_kv_tile(cache_NPX.unsqueeze(2), block_tables_BM[live_b], position_bW, valid_bW).squeeze(1)
+        if scales_NP2 is not None:
+            scales_b1W2 = gather_kv_tile(scales_NP2.unsqueeze(2), block_tables_BM[live_b], position_bW, valid_bW)
+            rows_bWX[..., :latent] *= scales_b1W2[:, 0, :, :1]
+            rows_bWX[..., latent:] *= scales_b1W2[:, 0, :, 1:]
         scores_bHW = tile_product(q_BHX[live_b], rows_bWX.transpose(1, 2)) * scale
         scores_bHW.masked_fill_(~valid_bW.unsqueeze(1), float("-inf"))
         state.add(live_b, scores_bHW, rows_bWX[..., :latent])

@@ -24,9 +24,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kv_cache.layout import LayerCache
 from kernels.decode_inputs import Places, decode_inputs
 from kernels.sample import sample_argmax
+from kv_cache.layout import LayerCache
 from moe.engine.network import Network
 from moe.model.step_input import DecodeBatch, StepInput
 

@@ -45,7 +45,7 @@ class GQAttention:
         H, G, C = self.heads.num_heads, self.heads.num_kv_heads, self.heads.head_dim
         q_THC, k_TGC, v_TGC = self.qkv(x_TD).view(-1, H + 2 * G, C).split((H, G, G), dim=1)
         k_cache_NPGC, v_cache_NPGC = cache.values.unbind(1)
-        scales = None if cache.scales is None else KVScales(*cache.scales.unbind(1))
+        scales = None if cache.scales is None else KVScales(cache.scales[:, 0], cache.scales[:, 1])
         rope = Rope(step.positions_T, self.cos_sin_PR, self.interleaved)
         q_THC = qk_rope_store(
             q_THC, k_TGC, v_TGC, self.norms, rope, k_cache_NPGC, v_cache_NPGC, step.slot_mapping_T, scales

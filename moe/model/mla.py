@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kernels.attention_merge import merge_attention
 from kernels.attention_prefill import attention_prefill
-from kernels.gather import gather_paged
+from kernels.gather import LatentScaling, gather_paged
 from kernels.latent_rope_store import latent_rope_store
 from kernels.linear import head_linear
 from kernels.mla_decode import mla_decode
@@ -59,7 +59,10 @@ def _join(parameters: Parameters, *names: str) -> Linear:
 
 
 class MLAttention:
-    """H heads over one latent (width L) and one rotary key (width R) per position. A layer's cache is [N, P, L + R]."""
+    """H heads over one latent (width L) and one rotary key (width R) per position. A layer's cache is [N, P, L + R].
+
+    In e4m3 two scales for each row go with it, the latent's and the rotary key's, [N, P, 2].
+    """
 
     def __init__(
         self, config: ModelConfig, index: int, parameters: Parameters, cos_sin_PR: Tensor, workspace: MLAWorkspace
@@ -93,13 +96,15 @@ class MLAttention:
         q_THC = self._queries(q_TX)
         q_pe_THR = q_THC[..., dims.qk_nope_head_dim :]
         rope = Rope(step.positions_T, self.cos_sin_PR, self.interleaved)
-        latent_rope_store(q_pe_THR, kv_TX, self.kv_a_norm_L, LATENT_NORM_EPS, rope, cache_NPX, step.slot_mapping_T)
+        latent_rope_store(
+            q_pe_THR, kv_TX, self.kv_a_norm_L, LATENT_NORM_EPS, rope, cache_NPX, step.slot_mapping_T, cache.scales
+        )
 
         parts: list[Tensor] = []
         if step.decode is not None:
-            parts.append(self._decode(q_THC[: step.num_decode], cache_NPX, step.decode))
+            parts.append(self._decode(q_THC[: step.num_decode], cache, step.decode))
         if step.prefill is not None:
-            parts.append(self._prefill(q_THC[step.num_decode :], cache_NPX, plan.mla_rounds).to(x_TD.dtype))
+            parts.append(self._prefill(q_THC[step.num_decode :], cache, plan.mla_rounds).to(x_TD.dtype))
         out_THV = torch.cat(parts) if len(parts) != 1 else parts[0]
         return self.o(out_THV.view(-1, dims.num_heads * dims.v_head_dim))
 
@@ -109,20 +114,21 @@ class MLAttention:
             q_TX = self.q_b(rmsnorm(q_TX, self.q_a_norm_A, LATENT_NORM_EPS))
         return q_TX.unflatten(1, (self.dims.num_heads, self.dims.qk_head_dim))
 
-    def _decode(self, q_BHC: Tensor, cache_NPX: Tensor, decode: DecodeBatch) -> Tensor:
+    def _decode(self, q_BHC: Tensor, cache: LayerCache, decode: DecodeBatch) -> Tensor:
         nope = self.dims.qk_nope_head_dim
         o_latent_BHL = mla_decode(
             head_linear(q_BHC[..., :nope], self.w_uk_HLn),
             q_BHC[..., nope:],
-            cache_NPX,
+            cache.values,
             decode.block_tables_BM,
             decode.kv_lens_B,
             scale=self.scale,
             max_kv_len=decode.max_kv_len,
+            scales_NP2=cache.scales,
         )
         return head_linear(o_latent_BHL, self.w_uv_HVL)
 
-    def _prefill(self, q_THC: Tensor, cache_NPX: Tensor, rounds: tuple[MLARound, ...]) -> Tensor:
+    def _prefill(self, q_THC: Tensor, cache: LayerCache, rounds: tuple[MLARound, ...]) -> Tensor:
         """out_THV in fp32. Round 0 covers every row; later rounds cover those whose sequence has keys there."""
         if len(rounds) == 1:
             return self._attend(q_THC, cache_NPX, rounds[0])[0]
@@ -131,18 +137,23 @@ class MLAttention:
         lse_TH = torch.empty(num_rows, num_heads, dtype=torch.float32, device=q_THC.device)
         for part in rounds:
             rows = slice(part.row_start, part.row_stop)
-            result = self._attend(q_THC[rows], cache_NPX, part)
+            result = self._attend(q_THC[rows], cache, part)
             if part.index > 0:
                 result = merge_attention(out_THV[rows], lse_TH[rows], *result)
             out_THV[rows], lse_TH[rows] = result
         return out_THV
 
-    def _attend(self, q_THC: Tensor, cache_NPX: Tensor, part: MLARound) -> tuple[Tensor, Tensor]:
+    def _attend(self, q_THC: Tensor, cache: LayerCache, part: MLARound) -> tuple[Tensor, Tensor]:
         """(out_THV, lse_TH) of these rows over the keys of one round, expanded into the workspace."""
-        dims, page_size = self.dims, cache_NPX.shape[1]
+        dims, page_size = self.dims, cache.values.shape[1]
         nope, latent = dims.qk_nope_head_dim, dims.kv_lora_rank
         rows_RX = gather_paged(
-            cache_NPX, part.block_tables_BM, part.kv_starts_B, part.row_starts_B1, num_rows=part.num_rows
+            cache.values,
+            part.block_tables_BM,
+            part.kv_starts_B,
+            part.row_starts_B1,
+            num_rows=part.num_rows,
+            scaling=None if cache.scales is None else LatentScaling(cache.scales, latent, q_THC.dtype),
         )
         kv_RHN = self.kv_b(rows_RX[:, :latent].contiguous()).view(-1, dims.num_heads, nope + dims.v_head_dim)
         k_RHC = self.workspace.k_WHC[: part.num_rows]

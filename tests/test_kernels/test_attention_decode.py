@@ -166,14 +166,23 @@ def test_C16_last_block_of_a_cache_above_two_to_the_31():
 
 @aot
 @pytest.mark.parametrize(
-    ("arch", "dtype", "width", "block_n", "num_stages"),
-    [*((arch, "bf16", 128, 64, 3) for arch in ARCHS), (80, "fp16", 96, 64, 3), (80, "fp32", 128, 32, 1)],
+    ("arch", "dtype", "width", "block_n", "num_stages", "cached"),
+    [
+        *((arch, "bf16", 128, 64, 3, "bf16") for arch in ARCHS),
+        *((arch, dtype, 128, 64, 3, "fp8e4nv") for arch in ARCHS if arch >= 89 for dtype in ("bf16", "fp16")),
+        (80, "fp16", 96, 64, 3, "fp16"),
+        (80, "fp32", 128, 32, 1, "fp32"),
+        (90, "fp32", 128, 32, 1, "fp8e4nv"),
+    ],
 )
-def test_kernels_compile_ahead_of_time(arch, dtype, width, block_n, num_stages):
-    pointers = {"q_ptr": f"*{dtype}", "k_ptr": f"*{dtype}", "v_ptr": f"*{dtype}", "tables_ptr": "*i32"}
+def test_kernels_compile_ahead_of_time(arch, dtype, width, block_n, num_stages, cached):
+    pointers = {"q_ptr": f"*{dtype}", "k_ptr": f"*{cached}", "v_ptr": f"*{cached}", "tables_ptr": "*i32"}
+    pointers |= dict.fromkeys(("k_scale_ptr", "v_scale_ptr"), None if cached == dtype else "*fp32")
     pointers |= {"kv_lens_ptr": "*i32", "out_ptr": f"*{dtype}", "parts_ptr": "*fp32", "lse_ptr": "*fp32"}
     numbers = {"scale_log2": "fp32", "num_heads": "i32"}
-    strides = {f"stride_{name}": "i32" for name in ("qb", "qh", "kn", "kp", "kg", "vn", "vp", "vg", "tb")}
+    strides = {
+        f"stride_{name}": "i32" for name in ("qb", "qh", "kn", "kp", "kg", "vn", "vp", "vg", "sn", "sp", "sg", "tb")
+    }
     sizes = {"GROUP": 7, "PAGE": 16, "WIDTH": width, "VALUE_WIDTH": width, "WINDOW": 512}
     sizes |= {"SPLIT_LEN": 128, "FEW_SPLITS": 8}
     blocks = {"BLOCK_H": 16, "BLOCK_N": block_n, "BLOCK_C": 128, "BLOCK_V": 128, "PDL": arch >= 90}

@@ -249,20 +249,25 @@ def test_C16_last_block_of_a_cache_above_two_to_the_31():
 
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-COMPILED = [(arch, "bf16", width) for arch in ARCHS for width in (128, 192)] + [(80, "fp16", 80), (80, "fp32", 128)]
+COMPILED = [(arch, "bf16", width, "bf16") for arch in ARCHS for width in (128, 192)]
+COMPILED += [(arch, dtype, 128, "fp8e4nv") for arch in ARCHS if arch >= 89 for dtype in ("bf16", "fp16", "fp32")]
+COMPILED += [(80, "fp16", 80, "fp16"), (80, "fp32", 128, "fp32")]
 
 
 @aot
-@pytest.mark.parametrize(("arch", "dtype", "width"), COMPILED)
-def test_kernels_compile_ahead_of_time(arch, dtype, width):
-    pointers = {"q_ptr": f"*{dtype}", "k_ptr": f"*{dtype}", "v_ptr": f"*{dtype}", "out_ptr": f"*{dtype}"}
+@pytest.mark.parametrize(("arch", "dtype", "width", "cached"), COMPILED)
+def test_kernels_compile_ahead_of_time(arch, dtype, width, cached):
+    pointers = {"q_ptr": f"*{dtype}", "k_ptr": f"*{cached}", "v_ptr": f"*{cached}", "out_ptr": f"*{dtype}"}
+    pointers |= dict.fromkeys(("k_scale_ptr", "v_scale_ptr"), None if cached == dtype else "*fp32")
     indices = dict.fromkeys(
         ("tables_ptr", "query_starts_ptr", "query_offsets_ptr", "kv_lens_ptr", "kv_starts_ptr"), "*i32"
     )
     if width == 128:
         indices["kv_starts_ptr"] = None
     numbers = {"lse_ptr": "*fp32", "scale_log2": "fp32", "num_heads": "i32"}
-    strides = {f"stride_{name}": "i32" for name in ("qt", "qh", "kn", "kp", "kg", "vn", "vp", "vg", "tb")}
+    strides = {
+        f"stride_{name}": "i32" for name in ("qt", "qh", "kn", "kp", "kg", "vn", "vp", "vg", "sn", "sp", "sg", "tb")
+    }
     sizes = {"GROUP": 8, "PACK": 8, "PAGE": 16, "WIDTH": width, "VALUE_WIDTH": min(width, 128)}
     sizes |= {"WINDOW": 0 if width == 192 else 4096, "PDL": arch >= 90}
     tile = _prefill_tile(DTYPES[dtype], width, min(width, 128), arch // 10)

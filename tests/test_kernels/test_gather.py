@@ -60,11 +60,15 @@ def test_C16_rows_of_the_last_block_above_two_to_the_31():
 
 
 @aot
-@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize(
+    ("arch", "cached"),
+    [*((arch, "bf16") for arch in ARCHS), *((arch, "fp8e4nv") for arch in ARCHS if arch >= 89)],
+)
 @pytest.mark.parametrize("aligned", [True, False])
-def test_kernel_compiles_ahead_of_time(arch, aligned):
-    pointers = {"cache_ptr": "*bf16", "rows_ptr": "*bf16"}
+def test_kernel_compiles_ahead_of_time(arch, cached, aligned):
+    pointers = {"cache_ptr": f"*{cached}", "rows_ptr": "*bf16", "scales_ptr": None if cached == "bf16" else "*fp32"}
     indices = dict.fromkeys(("tables_ptr", "token_starts_ptr", "row_starts_ptr"), "*i32")
     numbers = dict.fromkeys(("num_sequences", "page_size", "stride_cn", "stride_cp", "stride_tb"), "i32")
+    numbers |= {"stride_sn": "i32", "stride_sp": "i32", "LATENT": 512}
     args = {**pointers, **indices, **numbers, "WIDTH": 576, "BLOCK_X": 1024, "BLOCK_B": 64, "PDL": arch >= 90}
     compile_ahead(_gather_kernel, arch, args, aligned=aligned)

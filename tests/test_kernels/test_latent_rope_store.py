@@ -103,12 +103,17 @@ def test_operands_that_do_not_fit_are_refused():
 
 
 @aot
-@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize(
+    ("arch", "cached"),
+    [*((arch, "bf16") for arch in ARCHS), *((arch, "fp8e4nv") for arch in ARCHS if arch >= 89)],
+)
 @pytest.mark.parametrize("interleaved", [False, True])
-def test_compiles(arch, interleaved):
-    pointers = dict.fromkeys(("q_pe_ptr", "kv_ptr", "weight_ptr", "cache_ptr"), "*bf16")
+def test_compiles(arch, cached, interleaved):
+    pointers = dict.fromkeys(("q_pe_ptr", "kv_ptr", "weight_ptr"), "*bf16") | {"cache_ptr": f"*{cached}"}
+    pointers["scales_ptr"] = None if cached == "bf16" else "*fp32"
     indices = {"positions_ptr": "*i64", "slots_ptr": "*i64", "table_ptr": "*fp32", "eps": "fp32"}
     names = ("num_tokens", "num_heads", "page_size", "stride_qt", "stride_qh", "stride_kt", "stride_cn", "stride_cp")
+    names += ("stride_sn", "stride_sp")
     blocks = {"LATENT": 512, "HALF": 32, "BLOCK_R": 2, "BLOCK_L": 512, "BLOCK_H": 16, "BLOCK_P": 32}
     args = pointers | indices | dict.fromkeys(names, "i32") | blocks | {"INTERLEAVED": interleaved, "PDL": arch >= 90}
     assert compile_ahead(_latent_rope_store_kernel, arch, args)

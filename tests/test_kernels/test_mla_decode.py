@@ -125,19 +125,22 @@ def test_C16_last_block_of_a_cache_above_two_to_the_31():
 
 @aot
 @pytest.mark.parametrize(
-    ("arch", "dtype", "block_h", "block_n", "num_warps", "num_stages"),
+    ("arch", "dtype", "block_h", "block_n", "num_warps", "num_stages", "cached"),
     [
-        *((arch, "bf16", 16, 32, 4, 2) for arch in ARCHS),
-        (90, "bf16", 32, 32, 4, 3),
-        (80, "fp32", 16, 16, 4, 1),
+        *((arch, "bf16", 16, 32, 4, 2, "bf16") for arch in ARCHS),
+        (90, "bf16", 32, 32, 4, 3, "bf16"),
+        (80, "fp32", 16, 16, 4, 1, "fp32"),
+        *((arch, "bf16", 32, 32, 4, 3 if arch >= 90 else 2, "fp8e4nv") for arch in ARCHS if arch >= 89),
+        (90, "fp32", 16, 16, 4, 1, "fp8e4nv"),
     ],
 )
-def test_kernel_compiles_ahead_of_time(arch, dtype, block_h, block_n, num_warps, num_stages):
-    pointers = dict.fromkeys(("q_latent_ptr", "q_pe_ptr", "cache_ptr"), f"*{dtype}")
+def test_kernel_compiles_ahead_of_time(arch, dtype, block_h, block_n, num_warps, num_stages, cached):
+    pointers = dict.fromkeys(("q_latent_ptr", "q_pe_ptr"), f"*{dtype}") | {"cache_ptr": f"*{cached}"}
+    pointers["scales_ptr"] = None if cached == dtype else "*fp32"
     pointers |= {"tables_ptr": "*i32", "kv_lens_ptr": "*i32", "out_ptr": f"*{dtype}"}
     pointers |= {"parts_ptr": "*fp16", "lse_ptr": "*fp32"}
     numbers = {"scale_log2": "fp32", "num_heads": "i32"}
-    strides = {f"stride_{name}": "i32" for name in ("lb", "lh", "rb", "rh", "cn", "cp", "tb")}
+    strides = {f"stride_{name}": "i32" for name in ("lb", "lh", "rb", "rh", "cn", "cp", "sn", "sp", "tb")}
     sizes = {"PAGE": 64, "LATENT": 512, "ROPE": 64, "SPLIT_LEN": 128, "FEW_SPLITS": 8, "PDL": arch >= 90}
     blocks = {"BLOCK_H": block_h, "BLOCK_N": block_n, "BLOCK_L": 512, "BLOCK_R": 64}
     args = {**pointers, **numbers, **strides, **sizes, **blocks}

@@ -148,15 +148,25 @@ def test_operands_that_do_not_fit_are_refused():
 
 
 @aot
-@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize(
+    ("arch", "cached", "given"),
+    [
+        *((arch, "bf16", False) for arch in ARCHS),
+        *((arch, "fp8e4nv", False) for arch in ARCHS if arch >= 89),
+        (90, "fp8e4nv", True),
+    ],
+)
 @pytest.mark.parametrize("normed", [False, True])
 @pytest.mark.parametrize("interleaved", [False, True])
-def test_compiles(arch, normed, interleaved):
-    pointers = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "out_ptr", "k_cache_ptr", "v_cache_ptr"), "*bf16")
+def test_compiles(arch, cached, given, normed, interleaved):
+    pointers = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "out_ptr"), "*bf16")
+    pointers |= dict.fromkeys(("k_cache_ptr", "v_cache_ptr"), f"*{cached}")
+    pointers |= dict.fromkeys(("k_scale_ptr", "v_scale_ptr"), None if cached == "bf16" else "*fp32")
     weights = dict.fromkeys(("q_weight_ptr", "k_weight_ptr"), "*bf16" if normed else None)
     indices = {"positions_ptr": "*i64", "slots_ptr": "*i64", "table_ptr": "*fp32", "eps": "fp32"}
-    names = ("qt", "qh", "kt", "kg", "vt", "vg", "kcn", "kcp", "kcg", "vcn", "vcp", "vcg")
+    names = ("qt", "qh", "kt", "kg", "vt", "vg", "kcn", "kcp", "kcg", "vcn", "vcp", "vcg", "sn", "sp", "sg")
     sizes = {"num_heads": "i32", "num_kv_heads": "i32", "page_size": "i32", **{f"stride_{n}": "i32" for n in names}}
     blocks = {"BLOCK_H": 8, "BLOCK_C": 128, "BLOCK_P": 32, "HALF": 32, "WIDTH": 128, "INTERLEAVED": interleaved}
+    blocks["GIVEN"] = given
     args = pointers | weights | indices | sizes | blocks | {"PDL": arch >= 90}
     assert compile_ahead(_qk_rope_store_kernel, arch, args)
