@@ -190,10 +190,23 @@ def test_a_batch_of_64_equals_one_by_one_on_the_gpu(
     check_batch_equals_one_by_one(folder, "cuda", dtype)
 
 
-def check_batch_equals_one_by_one(folder: Path, device: str, dtype: str) -> None:
+@pytest.mark.parametrize("variant", ["mixtral-window", "deepseek_v3-yarn"])
+@pytest.mark.parametrize(
+    ("device", "dtype"),
+    [("cpu", "float32"), pytest.param("cuda", "bfloat16", marks=pytest.mark.gpu)],
+)
+def test_a_batch_of_64_equals_one_by_one_over_an_fp8_cache(
+    checkpoints: dict[str, tuple[Path, PreTrainedModel]], variant: str, device: str, dtype: str
+) -> None:
+    """Cold against warm, whole against chunked, and what was preempted is written again as it was."""
+    folder, _ = checkpoints[variant]
+    check_batch_equals_one_by_one(folder, device, dtype, kv_cache_dtype="fp8")
+
+
+def check_batch_equals_one_by_one(folder: Path, device: str, dtype: str, **more: Any) -> None:
     """Tokens, texts, endings and log-probabilities: the same bits."""
     prompts, params = mixed_requests()
-    options = {"device": device, "dtype": dtype, "num_blocks": 400, "block_size": 8}
+    options = {"device": device, "dtype": dtype, "num_blocks": 400, "block_size": 8} | more
     with opened(folder, enable_prefix_caching=False, **options) as llm:
         alone = [llm.generate([prompt], each)[0] for prompt, each in zip(prompts, params, strict=True)]
         assert llm.engine.stats.mixed_steps == 0

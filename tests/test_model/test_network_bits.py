@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
 
-from moe.model.causal_lm import CausalLM
+from kv_cache.layout import Quantization
 from moe.model.load_model import load_model
 from tests.compare import assert_same_bits
 from tests.step_driver import StepDriver
@@ -16,36 +18,49 @@ from tests.tiny_models import VOCAB_SIZE, write_variant
 
 FP32_VARIANTS = ("mixtral", "mixtral-window", "qwen3_moe", "deepseek_v2-lite", "deepseek_v2-groups", "deepseek_v3")
 BF16_VARIANTS = ("mixtral-window", "qwen3_moe", "deepseek_v2-lite", "deepseek_v3")
+
+
+class Kind(NamedTuple):
+    variant: str
+    dtype: torch.dtype
+    device: str
+    experts: str = "auto"
+    cache: Quantization = "none"
+
+
 CPU_KINDS = [
-    *((variant, torch.float32, "cpu") for variant in FP32_VARIANTS),
-    *((variant, torch.bfloat16, "cpu") for variant in BF16_VARIANTS),
-    ("qwen3_moe", torch.float32, "cpu", "fp8"),
-    ("deepseek_v3", torch.bfloat16, "cpu", "fp8"),
+    *(Kind(variant, torch.float32, "cpu") for variant in FP32_VARIANTS),
+    *(Kind(variant, torch.bfloat16, "cpu") for variant in BF16_VARIANTS),
+    Kind("qwen3_moe", torch.float32, "cpu", "fp8"),
+    Kind("deepseek_v3", torch.bfloat16, "cpu", "fp8"),
+    *(Kind(variant, torch.bfloat16, "cpu", cache="fp8") for variant in ("mixtral-window", "deepseek_v3")),
 ]
 GPU_KINDS = [
-    pytest.param((variant, dtype, "cuda"), marks=pytest.mark.gpu)
-    for variant in FP32_VARIANTS
-    for dtype in (torch.bfloat16, torch.float32)
-] + [
-    pytest.param((variant, torch.bfloat16, "cuda", "fp8"), marks=pytest.mark.gpu)
-    for variant in ("mixtral", "qwen3_moe", "deepseek_v3")
+    *(Kind(variant, dtype, "cuda") for variant in FP32_VARIANTS for dtype in (torch.bfloat16, torch.float32)),
+    *(Kind(variant, torch.bfloat16, "cuda", "fp8") for variant in ("mixtral", "qwen3_moe", "deepseek_v3")),
+    *(Kind(variant, torch.bfloat16, "cuda", cache="fp8") for variant in BF16_VARIANTS),
 ]
+KINDS = [*CPU_KINDS, *(pytest.param(kind, marks=pytest.mark.gpu) for kind in GPU_KINDS)]
+
+Drive = Callable[..., StepDriver]
+"""A driver of the network, with a cache of its own."""
 
 
-@pytest.fixture(scope="module", params=[*CPU_KINDS, *GPU_KINDS], ids=lambda kind: "-".join(map(str, kind)))
-def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> CausalLM:
-    variant, dtype, device, *quantization = request.param
+@pytest.fixture(scope="module", params=KINDS, ids=lambda kind: "-".join(map(str, kind)))
+def drive(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Drive:
+    variant, dtype, device, experts, cache = request.param
     folder = tmp_path_factory.mktemp(variant)
     write_variant(folder, variant)
     # 64 rows of workspace: the longest prompt takes three rounds, and sequences take turns.
-    return load_model(
+    model = load_model(
         folder,
         dtype=dtype,
         device=torch.device(device),
-        quantization=quantization[0] if quantization else "auto",
+        quantization=experts,
         max_model_len=512,
         mla_workspace_tokens=64,
     )
+    return partial(StepDriver, model, quantization=cache)
 
 
 def tokens_of(length: int, seed: int) -> list[int]:
@@ -58,25 +73,25 @@ def chunks(tokens: list[int], size: int) -> Iterator[list[int]]:
         yield tokens[start : start + size]
 
 
-def alone(model: CausalLM, tokens: list[int]) -> Tensor:
-    return StepDriver(model, seed=1).run(prefill={"a": tokens}, hidden=True)["a"]
+def alone(drive: Drive, tokens: list[int]) -> Tensor:
+    return drive(seed=1).run(prefill={"a": tokens}, hidden=True)["a"]
 
 
-def test_prefill_alone_in_a_batch_and_in_chunks(model: CausalLM) -> None:
+def test_prefill_alone_in_a_batch_and_in_chunks(drive: Drive) -> None:
     tokens = tokens_of(150, seed=1)
-    expected_TD = alone(model, tokens)
+    expected_TD = alone(drive, tokens)
     others = {str(n): tokens_of(n, seed=n) for n in (1, 16, 33, 70)}
-    together = StepDriver(model, seed=2).run(prefill={**others, "a": tokens}, hidden=True)
+    together = drive(seed=2).run(prefill={**others, "a": tokens}, hidden=True)
     assert_same_bits(together["a"], expected_TD)
     for size, length in ((1, 18), (16, 40), (17, 100), (64, 150)):
-        driver = StepDriver(model, seed=size)
+        driver = drive(seed=size)
         parts = [driver.run(prefill={"a": part}, hidden=True)["a"] for part in chunks(tokens[:length], size)]
         assert_same_bits(torch.cat(parts), expected_TD[:length])
 
 
-def test_prefill_beside_decode_rows(model: CausalLM) -> None:
-    tokens, driver = tokens_of(90, seed=3), StepDriver(model, seed=4)
-    expected_TD = alone(model, tokens)
+def test_prefill_beside_decode_rows(drive: Drive) -> None:
+    tokens, driver = tokens_of(90, seed=3), drive(seed=4)
+    expected_TD = alone(drive, tokens)
     driver.run(prefill={str(n): tokens_of(n, seed=n) for n in (5, 40)})
     parts = []
     for step, part in enumerate(chunks(tokens, 30)):
@@ -86,9 +101,9 @@ def test_prefill_beside_decode_rows(model: CausalLM) -> None:
 
 
 @pytest.mark.parametrize("num_others", [6, 40])  # with its own row 7 and 41: on both sides of a 32-row block
-def test_decode_among_any_number_of_others(model: CausalLM, num_others: int) -> None:
+def test_decode_among_any_number_of_others(drive: Drive, num_others: int) -> None:
     prompt, follow = tokens_of(30, seed=5), tokens_of(4, seed=6)
-    lonely, busy = StepDriver(model, seed=7), StepDriver(model, num_blocks=160, seed=8)
+    lonely, busy = drive(seed=7), drive(num_blocks=160, seed=8)
     lonely.run(prefill={"a": prompt})
     names = [f"other {n}" for n in range(num_others)]
     busy.run(prefill={name: tokens_of(3 + 3 * n % 29, seed=n) for n, name in enumerate(names)})
