@@ -131,7 +131,7 @@ class MLAttention:
     def _prefill(self, q_THC: Tensor, cache: LayerCache, rounds: tuple[MLARound, ...]) -> Tensor:
         """out_THV in fp32. Round 0 covers every row; later rounds cover those whose sequence has keys there."""
         if len(rounds) == 1:
-            return self._attend(q_THC, cache_NPX, rounds[0])[0]
+            return self._attend(q_THC, cache, rounds[0])[0]
         num_rows, num_heads, _ = q_THC.shape
         out_THV = torch.empty(num_rows, num_heads, self.dims.v_head_dim, dtype=torch.float32, device=q_THC.device)
         lse_TH = torch.empty(num_rows, num_heads, dtype=torch.float32, device=q_THC.device)
