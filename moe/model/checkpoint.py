@@ -7,8 +7,9 @@ Weights in fp8 become numbers again, except those of routed experts where the co
 blocks are taken as they are, and other weights are quantised, one expert's matrix at a time.
 
 Choices. The index decides which file supplies a tensor (`weight_files.py`). Tied heads: the embedding is the head; a
-different `lm_head.weight` beside it is ignored with a warning. Unused by rule: `rotary_emb.inv_freq`, and the
-multi-token-prediction layers that the config declares, which sit behind the last layer.
+different `lm_head.weight` beside it is ignored with a warning, and so are calibrated scales of an fp8 KV cache, which
+has scales of its own. Unused by rule: `rotary_emb.inv_freq`, and the multi-token-prediction layers that the config
+declares, which sit behind the last layer.
 """
 
 from __future__ import annotations
@@ -52,6 +53,7 @@ _WEIGHT_DTYPES = ("F32", "BF16", "F16")
 _SCALE_DTYPES = PLAIN_SCALE_DTYPES + EXPONENT_SCALE_DTYPES
 _MAX_READERS = 8  # files read side by side
 _MAX_NEAR_SEARCH = 2000  # unused names beyond which near names are not looked for: it takes quadratic time
+_CACHE_SCALE = re.compile(r"model\.layers\.\d+\.self_attn\.(k_proj\.k|v_proj\.v|k|v)_scale")
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 Progress = Callable[[int, int], None]
@@ -139,6 +141,7 @@ class Checkpoint:
                 stop.set()  # an interrupt of this thread ends the readers too
         count.check()
         self._warn_of_other_head()
+        self._warn_of_cache_scales()
         return LoadReport(meter.done, time.perf_counter() - begin, self.files.ignored)
 
     def _load_rule(
@@ -247,6 +250,15 @@ class Checkpoint:
                 self.files.folder,
             )
 
+    def _warn_of_cache_scales(self) -> None:
+        found = [name for name in self.files.tensors if _CACHE_SCALE.fullmatch(name)]
+        if found:
+            logger.warning(
+                "%s: %d calibrated scales of the KV cache are not used (%s, ...): cache.dtype=fp8 gives each position "
+                "and head a scale of its own, other caches have none.",
+                *(self.files.folder, len(found), found[0]),
+            )
+
 
 class _Readers:
     """The safetensors files one thread has open; scales may sit in another file than their weight."""
@@ -318,8 +330,10 @@ def _name_faults(config: ModelConfig, files: WeightFiles, rules: tuple[WeightRul
 
 
 def _may_be_unused(name: str, config: ModelConfig) -> bool:
-    """The allow-list: rope tables of old files, declared MTP layers, the head of a tied model."""
-    if name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and config.tie_embeddings):
+    """The allow-list: rope tables of old files, the cache's scales, declared MTP layers, the head of a tied model."""
+    if name.endswith("rotary_emb.inv_freq") or _CACHE_SCALE.fullmatch(name):
+        return True
+    if name == "lm_head.weight" and config.tie_embeddings:
         return True
     layer = _LAYER.match(name)
     return layer is not None and 0 <= int(layer[1]) - config.num_layers < config.num_mtp_layers
