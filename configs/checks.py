@@ -13,6 +13,7 @@ from configs.schema import Config, Section
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 CACHE_DTYPES = (*DTYPES, "fp8")
 QUANTIZATIONS = ("auto", "none", "fp8")
+DISPATCHERS = ("auto", "local", "all_to_all", "all_gather")
 
 
 class Range(NamedTuple):
@@ -65,8 +66,8 @@ def _check_choices(config: Config) -> None:
     _one_of("load_format", config.load_format, ("auto", "safetensors", "dummy"))
     _one_of("quantization", config.quantization, QUANTIZATIONS)
     _one_of("engine.device", config.engine.device, ("auto", "cuda", "cpu"))
-    _one_of("parallel.dispatcher", config.parallel.dispatcher, ("auto", "local"))
-    _one_of("parallel.combine", config.parallel.combine, ("exact",))
+    _one_of("parallel.dispatcher", config.parallel.dispatcher, DISPATCHERS)
+    _one_of("parallel.combine", config.parallel.combine, ("exact", "fast"))
     _one_of("cache.dtype", config.cache.dtype, CACHE_DTYPES)
     if not config.model:
         raise ValueError("model='' is empty; give a folder, a hub id, or demo.")

@@ -84,12 +84,12 @@ class CacheConfig(Section):
 
 @dataclass
 class ParallelConfig(Section):
-    """Experts over ranks. This version has one rank, whose experts are `local`: no other value has an effect yet."""
+    """Experts over the ranks that torchrun starts. With one rank nothing here has an effect."""
 
-    dispatcher: str = key("auto", "auto or local")
-    combine: str = key("exact", "exact: the same bits whatever the number of ranks")
-    row_cap: int | None = key(None, "most rows a rank receives in one round; null: no cap (one rank: no effect)")
-    timeout_s: float = key(600.0, "a collective that takes longer ends the run (one rank: there is none)")
+    dispatcher: str = key("auto", "how rows travel: auto, local (one rank), all_to_all or all_gather")
+    combine: str = key("exact", "exact: the same bits whatever the number of ranks; fast: fewer bytes, other bits")
+    row_cap: int | None = key(None, "most rows of a buffer in one round; null: 2 x engine.max_batched_tokens x top_k")
+    timeout_s: float = key(600.0, "a start or a collective that takes longer ends the run")
 
 
 @dataclass

@@ -48,6 +48,7 @@ class AllGatherDispatcher(Dispatcher):
     """
 
     graph_safe: bool = True
+    equal_rows: bool = True
     row_cap: int | None = None
     rows_once: Literal["per_rank", "per_expert"] = "per_rank"
 

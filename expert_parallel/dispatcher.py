@@ -34,10 +34,15 @@ class ExpertInput:
 class Dispatcher(Protocol):
     """Two verbs around the experts. Implementations inherit from this class, and with it what they do no better.
 
-    `graph_safe`: no host sync and no shape that depends on the routing. `row_cap`: the most rows of x it takes at a
-    time, None for any number. `rows_once`: whether a token that goes to several experts of one rank arrives there once
-    (per_rank) or once for each (per_expert).
+    `graph_safe`: no host sync and no shape that depends on the routing. `row_cap`: the most rows of any buffer of a
+    round, (token, expert) pairs included; at least ranks x K; None for any number. `rows_once`: whether a token that
+    goes to several experts of one rank arrives there once (per_rank) or once for each (per_expert). `equal_rows`:
+    whether all ranks must bring equally many rows; who has fewer fills up with rows whose ids are -1.
     """
+
+    @property
+    def equal_rows(self) -> bool:
+        return False
 
     @property
     def graph_safe(self) -> bool: ...

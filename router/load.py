@@ -57,6 +57,8 @@ class LoadCounter:
         """Counts so far, int64 [layers, E] on the CPU. Waits for the device."""
         counts_PS = self._offsets_PS1.cpu().diff(dim=1)
         counts_LE = torch.zeros((self.num_layers, self.num_experts), dtype=torch.int64)
+        if not any(expert is not None for expert in self.experts_of_slots):
+            return counts_LE  # more ranks than experts
         held = [(slot, expert) for slot, expert in enumerate(self.experts_of_slots) if expert is not None]
         slots, experts = (torch.tensor(each, dtype=torch.int64) for each in zip(*held))
         for row, layer in enumerate(self._layers):

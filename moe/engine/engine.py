@@ -68,7 +68,9 @@ class Engine:
         engine, cache = config.engine, config.cache
         network = parts.network
         if network.load is None:
-            network.load = LoadCounter(parts.model.num_layers, parts.model.moe.num_experts, parts.device)
+            network.load = LoadCounter(
+                parts.model.num_layers, parts.model.moe.num_experts, parts.device, parts.experts_of_slots
+            )
         use_graphs = engine.cuda_graphs and parts.device.type == "cuda" and parts.graph_safe
         layout = kv_layout(parts.model, cache.block_size, parts.dtype, cache.dtype, parts.device)
         sampler = Sampler(self.vocab_size)

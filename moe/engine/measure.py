@@ -5,6 +5,8 @@ The steps read and write one block of a throw-away pool: their tables hold block
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from configs.schema import Config
@@ -33,7 +35,7 @@ def plan_cache(config: Config, parts: Parts, layout: KVLayout, sampler: Sampler,
     )
     return plan_memory(
         layout,
-        memory,
+        replace(memory, buffers=parts.buffer_bytes(config.engine.max_batched_tokens)),
         num_blocks=config.cache.num_blocks,
         memory_fraction=config.cache.memory_fraction,
         cpu_gb=config.cache.cpu_gb,

@@ -26,6 +26,7 @@ class MemoryPlan:
     num_blocks: int
     max_model_len: int
     chosen_by: str  # the key that set num_blocks
+    buffer_bytes: int = 0  # of rows that travel between ranks
 
     @property
     def kv_bytes(self) -> int:
@@ -39,11 +40,14 @@ class MemoryPlan:
     def table(self) -> str:
         """The plan as lines of text, sizes in GiB."""
         rows = [("weights", _gib(self.weight_bytes)), ("workspace", _gib(self.workspace_bytes))]
+        if self.buffer_bytes:
+            rows.append(("rows between ranks", _gib(self.buffer_bytes)))
         if self.total_bytes is not None:
             rows.append(("others on the device", _gib(self.other_bytes)))
         rows.append(("KV cache", _gib(self.kv_bytes)))
         if self.total_bytes is not None:
-            left = self.total_bytes - self.weight_bytes - self.workspace_bytes - self.other_bytes - self.kv_bytes
+            used = self.weight_bytes + self.workspace_bytes + self.buffer_bytes + self.other_bytes + self.kv_bytes
+            left = self.total_bytes - used
             rows += [("left free", _gib(left)), ("total", _gib(self.total_bytes))]
         lines = [f"memory on {self.device}"]
         lines += [f"  {name:<22}{size:>12}" for name, size in rows]
@@ -69,6 +73,12 @@ class DeviceMemory:
     weights: int
     workspace: int
     other: int = 0
+    buffers: int = 0
+
+    @property
+    def taken(self) -> int:
+        """All that is no KV cache."""
+        return self.weights + self.workspace + self.other + self.buffers
 
 
 def plan_memory(
@@ -91,7 +101,7 @@ def plan_memory(
     elif memory.total is not None:
         if not 0.0 < memory_fraction <= 1.0:
             raise ValueError(f"cache.memory_fraction={memory_fraction:g} must be above 0 and at most 1.")
-        budget = int(memory.total * memory_fraction) - memory.weights - memory.workspace - memory.other
+        budget = int(memory.total * memory_fraction) - memory.taken
         chosen, by = budget // layout.bytes_per_block, f"cache.memory_fraction={memory_fraction:g}"
     else:
         if not cpu_gb > 0.0:
@@ -112,6 +122,7 @@ def plan_memory(
         num_blocks=chosen,
         max_model_len=max_model_len,
         chosen_by=by,
+        buffer_bytes=memory.buffers,
     )
 
 
@@ -124,19 +135,24 @@ def _no_room(layout: KVLayout, memory: DeviceMemory, by: str) -> str:
     return (
         f"{by} leaves no room for a KV block on {memory.name}: of {_gib(memory.total)}, "
         f"weights take {_gib(memory.weights)}, workspace {_gib(memory.workspace)}, "
-        f"others {_gib(memory.other)}; raise cache.memory_fraction, lower engine.max_batched_tokens, or add GPU memory."
+        f"others {_gib(memory.other)}{_buffers(memory)}; raise cache.memory_fraction, lower "
+        "engine.max_batched_tokens, or add GPU memory."
     )
 
 
 def _check_room(layout: KVLayout, memory: DeviceMemory, num_blocks: int) -> None:
     assert memory.total is not None, "only a device with a known size is checked"
-    left = memory.total - memory.weights - memory.workspace - memory.other
+    left = memory.total - memory.taken
     if num_blocks * layout.bytes_per_block > left:
         raise ValueError(
             f"cache.num_blocks={num_blocks} takes {_gib(num_blocks * layout.bytes_per_block)}, but {memory.name} has "
             f"{_gib(left)} left beside weights and workspace; at most "
             f"{max(left, 0) // layout.bytes_per_block} blocks fit."
         )
+
+
+def _buffers(memory: DeviceMemory) -> str:
+    return f", rows between ranks {_gib(memory.buffers)} (parallel.row_cap bounds them)" if memory.buffers else ""
 
 
 def _gib(num_bytes: int) -> str:

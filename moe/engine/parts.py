@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from configs.schema import Config, EngineConfig
+from expert_parallel.group import Ranks
 from kernels.quantize import supports_fp8
 from kv_cache.layout import KVLayout, Quantization
 from moe.engine.network import Network
@@ -20,8 +21,7 @@ from moe.model.causal_lm import CausalLM
 from moe.model.config import MLAConfig, ModelConfig
 from moe.model.families.registry import read_config
 from moe.model.hub import resolve_model
-from moe.model.layer import MoELayer
-from moe.model.load_model import load_model
+from moe.model.load_model import Spread, load_model
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +42,7 @@ class Parts:
     device: torch.device
     max_model_len: int
     name: str = ""
+    ranks: Ranks | None = None  # those that share the experts; None: this process is alone
 
     @property
     def eos_ids(self) -> frozenset[int]:
@@ -51,10 +52,18 @@ class Parts:
     @property
     def graph_safe(self) -> bool:
         """Whether decode steps may be captured: no dispatcher waits for the host or has shapes that follow routing."""
+        return not isinstance(self.network, CausalLM) or self.network.dispatchers.decode.graph_safe
+
+    @property
+    def experts_of_slots(self) -> tuple[int | None, ...] | None:
+        """The logical expert in each slot here; None: slot e holds expert e."""
+        return self.network.experts if isinstance(self.network, CausalLM) else None
+
+    def buffer_bytes(self, num_tokens: int) -> int:
+        """The most that travelling rows take, where each rank brings up to `num_tokens` rows to a step."""
         if not isinstance(self.network, CausalLM):
-            return True
-        layers = [block.mlp for block in self.network.blocks]
-        return all(layer.dispatcher.graph_safe for layer in layers if isinstance(layer, MoELayer))
+            return 0
+        return self.network.dispatchers.buffer_bytes(num_tokens, self.model.hidden_size, self.dtype)
 
     def max_num_seqs(self, engine: EngineConfig) -> int:
         """Of the key, or the device's default, but not more than a step's token budget: decoding takes a token each."""
@@ -83,9 +92,12 @@ class LoadProgress:
         logger.info("read %.1f of %.1f GB of weights, %.1f GB/s", done / 1e9, total / 1e9, rate / 1e9)
 
 
-def load_parts(config: Config) -> Parts:
-    """Everything that `config` names, on its device. ValueError for a wrong key, before any weight is read."""
-    device = resolve_device(config.engine.device)
+def load_parts(config: Config, ranks: Ranks | None = None) -> Parts:
+    """Everything that `config` names, on its device. ValueError for a wrong key, before any weight is read.
+
+    `ranks`: these share the experts; each process holds its part of them, and all else.
+    """
+    device = resolve_device(config.engine.device) if ranks is None else ranks.device
     folder = resolve_model(config.model, config.revision)
     model = read_config(folder)
     dtype = resolve_dtype(config.dtype, model.dtype, device)
@@ -109,8 +121,9 @@ def load_parts(config: Config) -> Parts:
         max_model_len=max_model_len,
         mla_workspace_tokens=config.engine.mla_workspace_tokens,
         progress=LoadProgress(),
+        spread=None if ranks is None else Spread(ranks.everyone, config.parallel, config.engine.max_batched_tokens),
     )
-    return Parts(network, network.config, tokenizer, dtype, device, max_model_len, name=config.model)
+    return Parts(network, network.config, tokenizer, dtype, device, max_model_len, name=config.model, ranks=ranks)
 
 
 def resolve_device(name: str) -> torch.device:

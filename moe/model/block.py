@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from expert_parallel.dispatcher import Dispatcher
+from expert_parallel.choice import Dispatchers
 from kernels.rmsnorm import Norm, rmsnorm_residual
 from kv_cache.layout import LayerCache
 from moe.model.attention import GQAttention
@@ -27,7 +27,7 @@ class Block:
         config: ModelConfig,
         index: int,
         parameters: Parameters,
-        dispatcher: Dispatcher,
+        dispatchers: Dispatchers,
         cos_sin_PR: Tensor,
         workspace: MLAWorkspace | None,
     ) -> None:
@@ -41,7 +41,7 @@ class Block:
             self.attention = MLAttention(config, index, parameters, cos_sin_PR, workspace)
         self.mlp: MoELayer | DenseMLP
         if config.sparse_layers[index]:
-            self.mlp = MoELayer(config.moe, index, parameters, dispatcher)
+            self.mlp = MoELayer(config.moe, index, parameters, dispatchers)
         else:
             self.mlp = DenseMLP(parameters[f"{name}.mlp.gate_up.weight"], parameters.linear(f"{name}.mlp.down"))
 

@@ -10,13 +10,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from expert_parallel.dispatcher import LocalDispatcher
+from expert_parallel.choice import Dispatchers
 from expert_parallel.placement import Placement
 from kernels.rmsnorm import Norm
 from kv_cache.layout import LayerCache
 from moe.model.block import Block
 from moe.model.config import MLAConfig, ModelConfig
 from moe.model.embedding import Embedding, Head
+from moe.model.layer import MoELayer
 from moe.model.linear import Parameters
 from moe.model.mla import MLAttention, MLAWorkspace
 from moe.model.parameter_shapes import parameter_shapes
@@ -29,9 +30,10 @@ from router.load import LoadCounter
 class CausalLM:
     """A decoder with its parameters allocated but not filled: load into `targets()`, then call `finalize()`.
 
-    `max_model_len` is the longest sequence the engine admits: the rope table is exactly that long. `load` counts the
-    rows of each expert once it is set: LoadCounter(config.num_layers, config.moe.num_experts, device). `products` says
-    after `finalize` which implementation each linear shape uses.
+    `placement` and `rank` say which experts are held here, `dispatchers` how rows reach the others; left out, all are
+    here. `max_model_len` is the longest sequence the engine admits: the rope table is exactly that long. `load` counts
+    the rows of each expert once it is set: LoadCounter(config.num_layers, config.moe.num_experts, device, experts).
+    `products` says after `finalize` which implementation each linear shape uses.
     """
 
     def __init__(
@@ -44,6 +46,7 @@ class CausalLM:
         mla_workspace_tokens: int,
         placement: Placement | None = None,
         rank: int = 0,
+        dispatchers: Dispatchers | None = None,
     ) -> None:
         self.config = config
         self.dtype = dtype
@@ -65,10 +68,10 @@ class CausalLM:
                 for name, spec in parameter_shapes(config, len(self.experts)).items()
             }
         )
-        dispatcher = LocalDispatcher(self.placement.slot_table(rank, device), len(self.experts))
+        self.dispatchers = dispatchers or Dispatchers.local(self.placement, rank, device)
         self.embedding = Embedding(self.parameters["embed.weight"])
         self.blocks = [
-            Block(config, index, self.parameters, dispatcher, self.cos_sin_PR, workspace)
+            Block(config, index, self.parameters, self.dispatchers, self.cos_sin_PR, workspace)
             for index in range(config.num_layers)
         ]
         self.norm = Norm(self.parameters["norm.weight"], config.norm_eps)
@@ -89,6 +92,8 @@ class CausalLM:
     def forward(self, step: StepInput, kv_caches: Sequence[LayerCache]) -> Tensor:
         """fp32 logits [B', V] of the rows `step.logits_rows_B`. Writes the cache where slot_mapping says."""
         x_TD = self.hidden(step, kv_caches)
+        if not x_TD.shape[0]:
+            return x_TD.new_empty((0, self.config.vocab_size), dtype=torch.float32)
         rows = step.logits_rows_B
         # Rows of decode alone that are all wanted come in their order: nothing to gather.
         every_row = step.prefill is None and rows.shape[0] == x_TD.shape[0]
@@ -100,13 +105,30 @@ class CausalLM:
         plan = self._plan(step, kv_caches)
         if plan.load is not None:
             plan.load.start_step()
-        y_TD, residual_TD = self.embedding(step.token_ids_T, self.blocks[0].attn_norm)
         next_norms = [*(block.attn_norm for block in self.blocks[1:]), self.norm]
-        for block, kv_cache, next_norm in zip(self.blocks, kv_caches, next_norms, strict=True):
-            y_TD, residual_TD = block(y_TD, residual_TD, plan, kv_cache, next_norm)
+        if step.token_ids_T.shape[0]:
+            y_TD = self._all_layers(step, plan, kv_caches, next_norms)
+        else:
+            y_TD = self._sparse_layers(plan, next_norms)
         if plan.load is not None:
             plan.load.end_step()
         return y_TD
+
+    def _all_layers(
+        self, step: StepInput, plan: StepPlan, kv_caches: Sequence[LayerCache], next_norms: Sequence[Norm]
+    ) -> Tensor:
+        y_TD, residual_TD = self.embedding(step.token_ids_T, self.blocks[0].attn_norm)
+        for block, kv_cache, next_norm in zip(self.blocks, kv_caches, next_norms, strict=True):
+            y_TD, residual_TD = block(y_TD, residual_TD, plan, kv_cache, next_norm)
+        return y_TD
+
+    def _sparse_layers(self, plan: StepPlan, next_norms: Sequence[Norm]) -> Tensor:
+        """A rank without rows: its experts work for the rows of others, which need nothing else of it."""
+        x_0D = torch.empty((0, self.config.hidden_size), dtype=self.dtype, device=self.device)
+        for block, next_norm in zip(self.blocks, next_norms, strict=True):
+            if isinstance(block.mlp, MoELayer):
+                block.mlp(x_0D, x_0D, next_norm, plan)
+        return x_0D
 
     def _plan(self, step: StepInput, kv_caches: Sequence[LayerCache]) -> StepPlan:
         """Checks on the host what a kernel could only read out of bounds, then plans the step."""

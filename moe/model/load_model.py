@@ -6,11 +6,15 @@ Everything a checkpoint can be wrong in is found before the first tensor is allo
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
+from configs.schema import ParallelConfig
+from expert_parallel.choice import Dispatchers, automatic_row_cap, choose, make_dispatchers
+from expert_parallel.group import ExpertGroup
+from expert_parallel.placement import Placement
 from kernels.quantize import supports_fp8
 from moe.model.causal_lm import CausalLM
 from moe.model.checkpoint import Checkpoint, Progress
@@ -25,6 +29,15 @@ LOAD_FORMATS = ("auto", "safetensors", "dummy")
 QUANTIZATIONS = ("auto", "none", "fp8")
 
 
+@dataclass(frozen=True)
+class Spread:
+    """The ranks that share the routed experts, how rows travel, and the most rows that one brings to a step."""
+
+    group: ExpertGroup
+    parallel: ParallelConfig
+    max_rows: int
+
+
 def load_model(
     folder: Path,
     *,
@@ -36,12 +49,14 @@ def load_model(
     max_model_len: int,
     mla_workspace_tokens: int = 32768,
     progress: Progress | None = None,
+    spread: Spread | None = None,
 ) -> CausalLM:
     """The network of `folder` with its weights, or with weights from `seed` for load_format=dummy (config.json alone).
 
     `quantization`: the routed experts as they are stored (auto), in fp8, or in `dtype` (none); all else is in `dtype`.
-    The network's own `config` says which it became. On a GPU this forbids split-K in the vendor library, for the whole
-    process. Raises ValueError for a config.json or a checkpoint that does not fit; nothing is allocated by then.
+    `spread`: this rank holds its share of the experts alone; None: all of them. The network's own `config` says which
+    it became. On a GPU this forbids split-K in the vendor library, for the whole process. Raises ValueError for a
+    config.json or a checkpoint that does not fit; nothing is allocated by then.
     """
     if load_format not in LOAD_FORMATS:
         raise ValueError(f"load_format={load_format!r} is not known; use one of {', '.join(LOAD_FORMATS)}.")
@@ -54,12 +69,17 @@ def load_model(
     checkpoint = checkpoint and replace(checkpoint, config=config)
     if device.type == "cuda":
         forbid_split_k()
+    num_ranks, rank = (1, 0) if spread is None else (spread.group.size, spread.group.rank)
+    placement = Placement.contiguous(config.moe.num_experts, num_ranks)
     model = CausalLM(
         config,
         dtype=dtype,
         device=device,
         max_model_len=max_model_len,
         mla_workspace_tokens=mla_workspace_tokens,
+        placement=placement,
+        rank=rank,
+        dispatchers=None if spread is None else _dispatchers(spread, placement, config, device),
     )
     if checkpoint is None:
         fill_dummy(model.targets(), seed, model.experts)
@@ -68,6 +88,31 @@ def load_model(
         logger.info("read %.1f MB of weights in %.1f s", report.num_bytes / 1e6, report.seconds)
     model.finalize()
     return model
+
+
+def _dispatchers(spread: Spread, placement: Placement, config: ModelConfig, device: torch.device) -> Dispatchers:
+    """As `parallel.*` says; the first rank tells which and why."""
+    parallel, group, top_k = spread.parallel, spread.group, config.moe.rule.top_k
+    choice = choose(parallel.dispatcher, group.size, device)
+    row_cap = automatic_row_cap(parallel.row_cap, group.size, top_k, spread.max_rows)
+    dispatchers = make_dispatchers(
+        choice,
+        group,
+        placement,
+        top_k=top_k,
+        combine="fast" if parallel.combine == "fast" else "exact",
+        row_cap=row_cap,
+        device=device,
+    )
+    if group.rank == 0 and group.size > 1:
+        slots = [placement.num_slots(rank) for rank in range(group.size)]
+        logger.info("%d experts on %d ranks: %s each", placement.num_experts, group.size, _from_to(slots))
+        logger.info("rows travel by %s; combine=%s, at most %d rows a round", choice, parallel.combine, row_cap)
+    return dispatchers
+
+
+def _from_to(counts: list[int]) -> str:
+    return str(max(counts)) if min(counts) == max(counts) else f"{min(counts)} to {max(counts)}"
 
 
 def _holds_fp8_experts(quantization: str, stored: bool, config: ModelConfig, device: torch.device) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 
@@ -41,8 +42,16 @@ class PrefillBatch:
 
 
 @dataclass(frozen=True)
+class StepOfAll:
+    """What all ranks agreed on of a step: the most rows that any of them brings, and whether any has prompt rows."""
+
+    most_rows: int
+    has_prefill: bool
+
+
+@dataclass(frozen=True)
 class StepInput:
-    """One step on one rank: T rows, the first `num_decode` of them decode rows."""
+    """One step on one rank: T rows, the first `num_decode` of them decode rows; 0 where only other ranks have rows."""
 
     token_ids_T: Tensor  # int64 [T]
     positions_T: Tensor  # int64 [T]
@@ -54,3 +63,20 @@ class StepInput:
     # rows alone that wants them all has 0, 1, 2, ...: the network then gathers nothing.
     logits_rows_B: Tensor
     real_T: Tensor | None = None  # bool [T], False: a padding row, which goes to no expert; None: every row is real
+    of_all: StepOfAll | None = None  # None: there is no other rank
+
+    @property
+    def any_prefill(self) -> bool:
+        """Whether any rank has prompt rows in this step."""
+        return self.prefill is not None if self.of_all is None else self.of_all.has_prefill
+
+    @property
+    def most_rows(self) -> int:
+        """T of the rank that has most."""
+        return self.token_ids_T.shape[0] if self.of_all is None else self.of_all.most_rows
+
+    @classmethod
+    def empty(cls, of_all: StepOfAll, device: torch.device) -> StepInput:
+        """The step of a rank that has no rows while others have."""
+        no_ids = torch.empty(0, dtype=torch.int64, device=device)
+        return cls(no_ids, no_ids, no_ids, 0, None, None, no_ids, of_all=of_all)

@@ -64,7 +64,10 @@ def plan_step(step: StepInput, page_size: int, mla_workspace_tokens: int | None,
     rounds: tuple[MLARound, ...] = ()
     if mla_workspace_tokens is not None and step.prefill is not None:
         rounds = plan_mla_rounds(step.prefill, page_size, mla_workspace_tokens)
-    all_rows_2 = torch.arange(0, 2 * num_tokens, num_tokens, dtype=torch.int32, device=device)
+    # On the device in one launch; a rank without rows has no step to count in.
+    all_rows_2 = torch.arange(0, 2 * max(num_tokens, 1), max(num_tokens, 1), dtype=torch.int32, device=device)
+    if not num_tokens:
+        all_rows_2.zero_()
     return StepPlan(step, all_rows_2, rounds, load)
 
 

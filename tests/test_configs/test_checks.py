@@ -60,8 +60,11 @@ def test_defaults_pass() -> None:
         ({"cache__block_size": 24}, "cache.block_size=24 is no power of two"),
         ({"cache__memory_fraction": 1.5}, "cache.memory_fraction=1.5 is out of range; give a value above 0 to 1."),
         ({"cache__dtype": "fp4"}, "cache.dtype='fp4' is unknown"),
-        ({"parallel__dispatcher": "deepep"}, "parallel.dispatcher='deepep' is unknown; give auto or local."),
-        ({"parallel__combine": "fast"}, "parallel.combine='fast' is unknown; give exact."),
+        (
+            {"parallel__dispatcher": "deepep"},
+            "parallel.dispatcher='deepep' is unknown; give auto or local or all_to_all or all_gather.",
+        ),
+        ({"parallel__combine": "quick"}, "parallel.combine='quick' is unknown; give exact or fast."),
         ({"job__window": 0}, "job.window=0 is out of range"),
         ({"job__limit": 0}, "job.limit=0 is out of range"),
     ],

@@ -9,7 +9,7 @@ from types import FrameType
 import pytest
 import torch
 
-from expert_parallel.dispatcher import LocalDispatcher
+from expert_parallel.choice import Dispatchers
 from expert_parallel.placement import Placement
 from kernels.rmsnorm import Norm
 from kernels.routing import RoutingRule
@@ -52,8 +52,7 @@ def layer_of_scalings(
             shared, width
         )
     moe = MoEConfig(num_experts, expert_dim=width, rule=rule, shared_dim=0 if shared is None else width)
-    dispatcher = LocalDispatcher(placement.slot_table(rank, "cpu"), placement.num_slots(rank))
-    return MoELayer(moe, 0, Parameters(tensors), dispatcher)
+    return MoELayer(moe, 0, Parameters(tensors), Dispatchers.local(placement, rank, "cpu"))
 
 
 def inputs_of(
@@ -143,9 +142,9 @@ def random_layer(device: str, dtype: torch.dtype, width: int = 256, num_experts:
         "layers.0.moe.experts.w2": torch.randn(num_experts, width, 128) * 128**-0.5,
     }
     parameters = Parameters({name: tensor.to(device, dtype) for name, tensor in tensors.items()})
-    slots = Placement.contiguous(num_experts, 1).slot_table(0, device)
+    dispatchers = Dispatchers.local(Placement.contiguous(num_experts, 1), 0, device)
     moe = MoEConfig(num_experts, expert_dim=128, rule=RoutingRule(top_k=4))
-    return MoELayer(moe, 0, parameters, LocalDispatcher(slots, num_experts))
+    return MoELayer(moe, 0, parameters, dispatchers)
 
 
 def test_padding_rows_go_to_no_expert() -> None:
