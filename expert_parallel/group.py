@@ -10,9 +10,10 @@ rank's number in its group (never its number in the job), the size, and the coll
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -40,6 +41,21 @@ class RankValues:
     agent_has_store: bool  # TORCHELASTIC_USE_AGENT_STORE: torchrun itself serves the store at that port
     attempt: int = 0  # TORCHELASTIC_RESTART_COUNT: keys of an earlier attempt must not be found
 
+    @classmethod
+    def of(cls, environment: Mapping[str, str]) -> RankValues:
+        """From the variables; ValueError where one that should be a number is none."""
+        numbers: dict[str, int] = {}
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT"):
+            if not environment[name].isdecimal():
+                raise ValueError(f"{name}={environment[name]!r} is no number; start the ranks with torchrun.")
+            numbers[name.lower()] = int(environment[name])
+        return cls(
+            **numbers,
+            master_addr=environment["MASTER_ADDR"],
+            agent_has_store=environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+            attempt=int(environment.get("TORCHELASTIC_RESTART_COUNT", "0")),
+        )
+
 
 @dataclass(frozen=True)
 class ExpertGroup:
@@ -63,6 +79,17 @@ class ExpertGroup:
     def reduce_scatter(self, out_XD: Tensor, x_XD: Tensor) -> None:
         """Rank r gets the sum over all ranks of the r-th part of x."""
         _reduce_scatter(out_XD, x_XD, group=self.process_group)
+
+    def gather_objects(self, own: Any) -> list[Any]:
+        """One object of every rank, in rank order, through host memory. For results, not for steps."""
+        everyone: list[Any] = [None] * self.size
+        dist.all_gather_object(everyone, own, group=self.process_group)
+        return everyone
+
+    def barrier(self) -> None:
+        """Returns when every rank is here. Over host memory: launched work of the device is not waited for."""
+        here = torch.zeros(1, dtype=torch.int64)
+        self.all_gather(here.new_empty(self.size), here)
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from __future__ import annotations
 import logging
 import time
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -81,22 +81,29 @@ class DecodeGraphs:
     def num_graphs(self) -> int:
         return len(self._graphs)
 
-    def draw(self, rows_4B: np.ndarray) -> Tensor:
-        """Drawn ids int64 [B] of the rows, in their order. Overwritten by the next call."""
-        self._replay(rows_4B, wants_logits=False)
+    def draw(self, rows_4B: np.ndarray, most_rows: int = 0, max_kv_len: int = 0) -> Tensor:
+        """Drawn ids int64 [B] of the rows, in their order. Overwritten by the next call.
+
+        The graph has room for `most_rows` rows and lengths of `max_kv_len`, where others need it: all ranks replay the
+        same one. B may be 0.
+        """
+        self._replay(rows_4B, most_rows, max_kv_len, wants_logits=False)
         return self._ids_B[: rows_4B.shape[1]]
 
-    def logits(self, rows_4B: np.ndarray) -> Tensor:
-        """fp32 logits [B, V] of the rows, in their order, and nothing drawn. Overwritten by the next call."""
+    def logits(self, rows_4B: np.ndarray, most_rows: int = 0, max_kv_len: int = 0) -> Tensor:
+        """fp32 logits [B, V] of the rows, in their order, and nothing drawn. Else as `draw`."""
         if self._logits_BV is None:
             shape = (self.max_num_seqs, self.vocab_size)
             self._logits_BV = torch.empty(shape, dtype=torch.float32, device=self.device)
-        self._replay(rows_4B, wants_logits=True)
+        self._replay(rows_4B, most_rows, max_kv_len, wants_logits=True)
         return self._logits_BV[: rows_4B.shape[1]]
 
     @torch.inference_mode()
-    def prepare(self, num_seqs: int, seconds: float) -> None:
-        """Capture what steps of up to `num_seqs` rows need, in about so many seconds at most."""
+    def prepare(self, num_seqs: int, seconds: float, anyone: Callable[[bool], bool] = bool) -> None:
+        """Capture what steps of up to `num_seqs` rows need, in about so many seconds at most.
+
+        `anyone`: whether any rank says yes. All stop where one is out of time: a capture runs the ranks' collectives.
+        """
         self.num_prepared = max(num_seqs, self.num_prepared)
         if seconds <= 0.0:
             return
@@ -107,7 +114,7 @@ class DecodeGraphs:
         free_before, done = torch.cuda.mem_get_info(self.device)[0], 0
         for size in reversed(missing):
             now = time.perf_counter()
-            if now - begin > seconds:
+            if anyone(now - begin > seconds):
                 break
             if now - told > PROGRESS_S:
                 told = now
@@ -121,10 +128,9 @@ class DecodeGraphs:
                 *(done, len(missing), num_seqs, took, used / 2**30),
             )
 
-    def _replay(self, rows_4B: np.ndarray, *, wants_logits: bool) -> None:
-        used = rows_4B.shape[1]
-        size = self.sizes[bisect_left(self.sizes, used)]
-        bound = self.bounds[bisect_left(self.bounds, int(rows_4B[2].max()) + 1)]
+    def _replay(self, rows_4B: np.ndarray, most_rows: int, max_kv_len: int, *, wants_logits: bool) -> None:
+        size = self.sizes[bisect_left(self.sizes, max(rows_4B.shape[1], most_rows))]
+        bound = self.bounds[bisect_left(self.bounds, max(int(rows_4B[2].max(initial=-1)) + 1, max_kv_len))]
         graph = self._graphs.get((size, bound, wants_logits))
         if graph is None:
             graph = self._capture(size, bound, wants_logits=wants_logits)

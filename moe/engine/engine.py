@@ -8,6 +8,9 @@ the ids of the one before read, its texts made and its endings found.
     device   |   step n   |  step n + 1  |  step n + 2
     host       launch n+1, accept n   launch n+2, accept n+1
 
+With several ranks every launch is one on all of them (see agreement.py): after `join`, `step` is called on every rank
+until `has_unfinished` is false, also where no request is.
+
 One rule holds a step back until the last one is accepted: a row that penalizes tokens needs their ids on the host.
 
 A request's own fault (too long, an id the model lacks, NaN logits, text that cannot be decoded) ends that request with
@@ -21,8 +24,10 @@ import logging
 import time
 
 from configs.schema import Config
+from expert_parallel.group import Ranks
 from kv_cache.pool import KVPool
 from kv_cache.prefix_cache import PrefixCache
+from moe.engine.agreement import Alone, InStep, Together
 from moe.engine.answer import Answer, logits_fault, rejection
 from moe.engine.cuda_graphs import DecodeGraphs
 from moe.engine.in_flight import InFlight
@@ -57,11 +62,13 @@ class StepError(RuntimeError):
 
 
 class Engine:
-    """Continuous batching over one network, by a config that was checked. `parts` None loads what it names."""
+    """Continuous batching over one network, by a config that was checked. `parts` None loads what it names; `ranks` are
+    then those that share the experts. `expects_more`: this rank may get requests yet, so no rank is done.
+    """
 
-    def __init__(self, config: Config, *, parts: Parts | None = None) -> None:
+    def __init__(self, config: Config, *, parts: Parts | None = None, ranks: Ranks | None = None) -> None:
         self.config = config
-        self.parts = parts = parts or load_parts(config)
+        self.parts = parts = parts or load_parts(config, ranks)
         self.tokenizer = parts.tokenizer
         self.max_model_len = parts.max_model_len
         self.vocab_size = parts.model.vocab_size
@@ -110,6 +117,10 @@ class Engine:
         )
         self.stats = EngineStats(kv_blocks_total=self.plan.num_blocks)
         self.watchdog = Watchdog(engine.step_timeout_s)
+        several = parts.ranks is not None and parts.ranks.everyone.size > 1
+        self.in_step: InStep = Together(parts.ranks.everyone) if parts.ranks is not None and several else Alone()
+        self.expects_more = False
+        self.joined = False
         self._answers: dict[str, Answer] = {}
         self._ready: list[RequestOutput] = []
         self._failure: StepError | None = None
@@ -120,11 +131,15 @@ class Engine:
     @property
     def has_unfinished(self) -> bool:
         """Whether `step` has work or finished answers to hand out."""
-        return bool(self._ready) or self.scheduler.has_unfinished
+        return bool(self._ready) or self.scheduler.has_unfinished or self.joined
 
     @property
     def num_unfinished(self) -> int:
         return len(self._answers)
+
+    def join(self) -> None:
+        """Take part in steps with the other ranks, with requests or without, until none of them has work left."""
+        self.joined = isinstance(self.in_step, Together)
 
     def add_request(self, request: Request, *, stream: bool = False) -> None:
         """Queue a request; one that can never run is answered with an error by the next step.
@@ -168,11 +183,10 @@ class Engine:
         if self._failure is not None:
             raise self._failure
         outputs, self._ready = self._ready, []
-        if not self.scheduler.has_unfinished:
+        if not self.scheduler.has_unfinished and not self.joined:
             return outputs
         started = time.perf_counter()
         try:
-            self._capture()
             accepted, self._in_flight = self._launch_ahead()
             if accepted is not None:
                 outputs += self._accept(accepted)
@@ -197,17 +211,6 @@ class Engine:
         """End the watchdog's thread. Closing twice is fine."""
         self.watchdog.close()
 
-    def _capture(self) -> None:
-        """Before the first step, and when there is more to do than ever: graphs for all that may run at a time."""
-        num_seqs = self.scheduler.num_unfinished
-        if self.graphs is None or num_seqs <= self.graphs.num_prepared:
-            return
-        try:
-            self._enter("capture", list(self._answers))
-            self.graphs.prepare(num_seqs, self.config.engine.capture_seconds)
-        except Exception as error:
-            raise self._failed(error) from error
-
     def _launch_ahead(self) -> tuple[InFlight | None, InFlight | None]:
         """The step to accept now, and the one launched behind it (None: that one waits for the first)."""
         interrupted, self._launching = self._launching, True
@@ -227,14 +230,28 @@ class Engine:
         return first, following
 
     def _launch(self) -> InFlight | None:
-        """Schedule a step and start it. None: nothing can be done before tokens in flight are known."""
+        """Schedule a step and start it. None: nothing can be done here before tokens in flight are known, or at all."""
         try:
             self._enter("schedule", list(self._answers))
             schedule = self.scheduler.schedule()
+            self._enter("agree")
+            agreed = self.in_step.agree(
+                schedule,
+                unfinished=self.scheduler.has_unfinished or self.expects_more,
+                wants_logits=self.runner.wants_logits(schedule),
+                num_seqs=self.scheduler.num_unfinished,
+            )
+            self.joined = self.joined and agreed.unfinished
+            if not agreed.most_rows:
+                return None
+            if self.graphs is not None and agreed.num_seqs > self.graphs.num_prepared:
+                # Before the first step, and when there is more to do than ever: graphs for all that may run at a time.
+                self._enter("capture")
+                self.graphs.prepare(agreed.num_seqs, self.config.engine.capture_seconds, self.in_step.anyone)
+            self._step_ids = schedule.request_ids
+            launched = self.runner.launch(schedule, agreed, self._enter)
             if not schedule.num_tokens:
                 return None
-            self._step_ids = schedule.request_ids
-            launched = self.runner.launch(schedule, self._enter)
             self.scheduler.advance(schedule)
             return launched
         except Exception as error:

@@ -19,11 +19,13 @@ from rich.progress import Progress
 
 from configs.checks import freeze
 from configs.schema import CacheConfig, Config, EngineConfig, SamplingConfig, changed_keys
+from configs.torchrun import rank_environment
 from moe.engine.engine import Engine
 from moe.engine.memory_plan import MemoryPlan
 from moe.engine.parts import Parts
 from moe.engine.request import Request, RequestOutput, SamplingParams
 from moe.engine.stats import EngineStats
+from moe.engine.team import Team
 from moe.engine.tokenizer import Tokenizer
 
 # Keys of a job and of its lines, which a call of the API says for itself.
@@ -127,7 +129,14 @@ class LLM:
         if config is not None:
             _check_config_alone(config, asked)
         self.config = freeze(asked if config is None else config)
-        self._engine: Engine | None = Engine(self.config, parts=parts)
+        self._team = _team(self.config, parts)
+        try:
+            ranks = None if self._team is None else self._team.ranks
+            self._engine: Engine | None = Engine(self.config, parts=parts, ranks=ranks)
+        except Exception as error:
+            if self._team is not None:
+                self._team.abandon(error)
+            raise
         self._lock = threading.RLock()
         self._boxes: dict[str, deque[RequestOutput]] = {}
         self._numbers = itertools.count()
@@ -138,18 +147,22 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         progress: bool = False,
+        own_share: bool = False,
     ) -> list[RequestOutput]:
         """Answer prompts; the results are in the order of the prompts, whatever order they end in.
 
         A prompt is a text, a list of token ids, or a dict with "prompt" or "prompt_token_ids". `params` is one for all,
         or a list with one for each. A prompt that cannot be answered (too long, say) gives an output with `.error` set
         and finish_reason "error"; arguments of a wrong form raise ValueError before anything runs.
+
+        In a script that torchrun starts, every rank calls this with the same prompts, answers its share of them (every
+        N-th), and gets all results; with `own_share` those of its share alone.
         """
         if not _is_one_prompt(prompts) and not isinstance(prompts, Iterable):
             raise ValueError(f"prompts={prompts!r} must be a text, a list of token ids, a dict, or a list of these.")
         listed: list[Any] = [prompts] if _is_one_prompt(prompts) else list(prompts)
         ready = [self._encode(prompt, index) for index, prompt in enumerate(listed)]
-        return self._answer_all(ready, _params_list(params, len(ready)), progress=progress)
+        return self._answer_all(ready, _params_list(params, len(ready)), progress=progress, own_share=own_share)
 
     def chat(
         self,
@@ -197,6 +210,8 @@ class LLM:
         """
         ready = self._encode(prompt, 0)
         engine = self._open()
+        if self._team is not None:
+            raise ValueError(f"stream() answers on one rank, but {self._team.size} share the experts; use generate().")
         request_id = request_id if request_id is not None else self._next_id()
         return self._stream(engine, self._request(request_id, ready, params or SamplingParams()))
 
@@ -235,6 +250,8 @@ class LLM:
         if engine is None:
             return
         engine.close()
+        if self._team is not None:
+            self._team.close()
         on_gpu = engine.parts.device.type == "cuda"
         del engine
         if on_gpu:
@@ -246,6 +263,8 @@ class LLM:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if error is not None and self._team is not None:
+            self._team.abandon(error)  # the others may be anywhere: they are told, not waited for
         self.close()
 
     def _open(self) -> Engine:
@@ -281,10 +300,17 @@ class LLM:
         return Request(request_id, prompt.token_ids, params, prompt=prompt.text, job_seed=seed)
 
     def _answer_all(
-        self, prompts: Sequence[_Ids], params: Sequence[SamplingParams], *, progress: bool
+        self,
+        prompts: Sequence[_Ids],
+        params: Sequence[SamplingParams],
+        *,
+        progress: bool,
+        own_share: bool = False,
     ) -> list[RequestOutput]:
-        engine = self._open()
+        engine, team = self._open(), self._team
         requests = [self._request(self._next_id(), *each) for each in zip(prompts, params, strict=True)]
+        if team is not None:
+            return self._answer_together(team, engine, requests, own_share=own_share)
         outputs: list[RequestOutput] = []
         with Progress(disable=not progress) as bar, _Owner(self, engine, [each.request_id for each in requests]):
             task = bar.add_task("prompts", total=len(requests))
@@ -295,6 +321,27 @@ class LLM:
                 outputs.append(self._next_output(engine, request.request_id))
                 bar.update(task, advance=1)
         return outputs
+
+    def _answer_together(
+        self, team: Team, engine: Engine, requests: Sequence[Request], *, own_share: bool
+    ) -> list[RequestOutput]:
+        """This rank's share of the requests, in step with the other ranks; then everybody's results."""
+        try:
+            own = requests[team.rank :: team.size]
+            found: dict[str, RequestOutput] = {}
+            with self._lock:
+                for request in own:
+                    engine.add_request(request)
+                engine.join()
+                while engine.has_unfinished:
+                    found |= {output.request_id: output for output in engine.step()}
+            answers = [found[request.request_id] for request in own]
+            if own_share:
+                return answers
+            shares = team.ranks.everyone.gather_objects(answers)
+        except Exception as error:
+            raise RuntimeError(f"the ranks stop: {team.abandon(error)}") from error
+        return [shares[index % team.size][index // team.size] for index in range(len(requests))]
 
     def _stream(self, engine: Engine, request: Request) -> Iterator[RequestOutput]:
         with _Owner(self, engine, [request.request_id]):
@@ -341,6 +388,12 @@ class _Owner:
             for request_id in self._request_ids:
                 self._engine.abort(request_id)
                 self._llm._boxes.pop(request_id, None)
+
+
+def _team(config: Config, parts: Parts | None) -> Team | None:
+    """The ranks that torchrun started, if it started several; a network that is loaded already is one rank's."""
+    environment = rank_environment() if parts is None else None
+    return None if environment is None else Team(config, environment)
 
 
 def _check_config_alone(config: Config, arguments: Config) -> None:

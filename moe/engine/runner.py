@@ -20,6 +20,7 @@ from torch import Tensor
 from kernels.decode_inputs import Places
 from kernels.sample import sample_argmax
 from kv_cache.pool import KVPool
+from moe.engine.agreement import Agreement
 from moe.engine.cuda_graphs import DecodeGraphs
 from moe.engine.in_flight import InFlight, PromptRows
 from moe.engine.network import Network
@@ -30,6 +31,7 @@ from moe.engine.scheduler import Schedule
 from moe.engine.sequence import Sequence
 from moe.engine.step_tensors import Limits, check_decodes, decode_rows, logits_rows, num_prompt_rows, step_tensors
 from moe.engine.upload import upload
+from moe.model.step_input import StepInput
 
 
 class Runner:
@@ -63,24 +65,27 @@ class Runner:
         self._last_batch: SamplingBatch | None = None
 
     @torch.inference_mode()
-    def launch(self, schedule: Schedule, enter: Callable[[str], None]) -> InFlight:
+    def launch(self, schedule: Schedule, agreed: Agreement, enter: Callable[[str], None]) -> InFlight:
         """Start one step; `enter` is told each stage that begins."""
         enter("prepare")
+        if not schedule.num_tokens:
+            self._join(agreed, enter)
+            return self._in_flight(schedule, None, [])
         if schedule.admitted:
             fill_places(self.places, schedule.admitted)
-        if any(each.plain_from and each.num_drawn < each.plain_from for each in schedule.sampled):
-            return self._launch_sampler(schedule, enter)
+        if agreed.wants_logits:
+            return self._launch_sampler(schedule, agreed, enter)
         self._last_batch = None
-        if self.graphs is not None and not schedule.chunks:
+        if self.graphs is not None and not agreed.has_prefill:
             rows_4B = self._decode_rows(schedule)
             enter("forward")
-            ids_B = self.graphs.draw(rows_4B)
+            ids_B = self.graphs.draw(rows_4B, agreed.most_rows, agreed.max_kv_len)
             drawn = SampleResult(ids_B, None, (), ())
             rows = schedule.sampled_decodes if len(schedule.sampled) < len(schedule.decodes) else None
             return self._in_flight(schedule, drawn if schedule.sampled else None, [], rows)
         tensors = step_tensors(schedule, self.places, self.limits)
         enter("forward")
-        logits_BV = self.network.forward(tensors.step, self.pool.caches)
+        logits_BV = self._forward(tensors.step, agreed)
         enter("sample")
         prompts = self._prompt_rows(schedule, logits_BV[len(schedule.sampled) :])
         if not schedule.sampled:
@@ -90,6 +95,25 @@ class Runner:
         ids_B = sample_argmax(logits_BV[: len(schedule.sampled)], *draw)
         self.places.newest_P.index_copy_(0, place_S, ids_B)
         return self._in_flight(schedule, SampleResult(ids_B, None, (), ()), prompts)
+
+    @staticmethod
+    def wants_logits(schedule: Schedule) -> bool:
+        """Whether any row needs more than a token drawn from its raw logits."""
+        return any(each.plain_from and each.num_drawn < each.plain_from for each in schedule.sampled)
+
+    def _join(self, agreed: Agreement, enter: Callable[[str], None]) -> None:
+        """A step in which only other ranks have rows: the experts here work for them."""
+        enter("forward")
+        if self.graphs is None or agreed.has_prefill:
+            assert agreed.of_all is not None, "an empty step was launched, and there is no other rank"
+            self.network.forward(StepInput.empty(agreed.of_all, self.device), self.pool.caches)
+            return
+        replay = self.graphs.logits if agreed.wants_logits else self.graphs.draw
+        replay(np.zeros((4, 0), np.int64), agreed.most_rows, agreed.max_kv_len)
+
+    def _forward(self, step: StepInput, agreed: Agreement) -> Tensor:
+        step = step if agreed.of_all is None else replace(step, of_all=agreed.of_all)
+        return self.network.forward(step, self.pool.caches)
 
     def prompt_records(self, rows: PromptRows) -> list[TokenLogprobs | None]:
         """With the texts of their tokens; to be asked when the step has arrived."""
@@ -106,13 +130,13 @@ class Runner:
         check_decodes(rows_4B, schedule.decodes, self.limits)
         return rows_4B
 
-    def _launch_sampler(self, schedule: Schedule, enter: Callable[[str], None]) -> InFlight:
+    def _launch_sampler(self, schedule: Schedule, agreed: Agreement, enter: Callable[[str], None]) -> InFlight:
         """A step with a row of which more is asked: logits, then every stage of the sampler that any row needs."""
-        if self.graphs is not None and not schedule.chunks:
+        if self.graphs is not None and not agreed.has_prefill:
             rows_4B = self._decode_rows(schedule)
             wanted = np.array(logits_rows(schedule), np.int64)
             enter("forward")
-            logits_BV = self.graphs.logits(rows_4B)
+            logits_BV = self.graphs.logits(rows_4B, agreed.most_rows, agreed.max_kv_len)
             wanted_B, place_S = upload([wanted, rows_4B[1, wanted]], self.device)
             if len(wanted) < len(schedule.decodes):
                 logits_BV = logits_BV[wanted_B]
@@ -120,7 +144,7 @@ class Runner:
             tensors = step_tensors(schedule, self.places, self.limits)
             place_S = tensors.sampled_places_S
             enter("forward")
-            logits_BV = self.network.forward(tensors.step, self.pool.caches)
+            logits_BV = self._forward(tensors.step, agreed)
         enter("sample")
         prompts = self._prompt_rows(schedule, logits_BV[len(schedule.sampled) :])
         batch = self._sampling_batch(schedule.sampled)
