@@ -18,11 +18,13 @@ _KEY = "fault"
 _POLL_S = 0.5
 
 
-def end_process(text: str) -> None:
-    """Without any cleaning up, which would wait for the ranks that are gone."""
-    print(text, file=sys.stderr, flush=True)
+def end_process(text: str, code: int = 1) -> None:
+    """At once, with last words: cleaning up would wait for the ranks that are gone."""
+    if text:
+        print(text, file=sys.stderr)
+    sys.stderr.flush()
     sys.stdout.flush()
-    os._exit(1)
+    os._exit(code)
 
 
 class FaultWatch:

@@ -37,6 +37,13 @@ def set_up_logging(console: Console) -> None:
         logging.getLogger(name).setLevel(logging.INFO)
 
 
+def set_up_rank_logging(console: Console, rank: int) -> None:
+    """Of a rank that is not the first: warnings alone, with its number; the first speaks for all."""
+    handler = logging.StreamHandler(console.file)
+    handler.setFormatter(logging.Formatter(f"%(asctime)s rank {rank}: %(message)s", "%H:%M:%S"))
+    logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
+
+
 class ProgressView:
     """Shows a running job. Use as a context manager; `update` may be called as often as one likes."""
 

@@ -75,6 +75,7 @@ class JobFiles:
 class _Slot:
     """One line between reader and file; `record` is set once it is finished."""
 
+    number: int
     line: LineRequest | None
     num_top: int = 0  # likeliest tokens asked for at each position
     record: bytes | None = None
@@ -175,21 +176,30 @@ class Job:
             lines = read_lines(file, self._config.job.limit)
             while self._fill(lines) or self._slots:
                 if self._running:
-                    for result in self._engine.step():
-                        if result.finished:
-                            self._finish(self._running.pop(result.request_id), result)
+                    self._step()
                 self._write(answers)
                 self.seconds = time.monotonic() - begin
                 if on_step is not None:
                     on_step(self._progress())
 
+    def _step(self) -> None:
+        for result in self._engine.step():
+            if result.finished:
+                self._finish(self._running.pop(result.request_id), result)
+
     def _fill(self, lines: Iterator[Line | BadLine]) -> bool:
         """Read lines until the window is full. Whether any was read."""
         before = self.lines_read
-        while len(self._slots) < self._config.job.window and (line := next(lines, None)) is not None:
+        while (
+            len(self._slots) < self._config.job.window and self._has_room() and (line := next(lines, None)) is not None
+        ):
             self.lines_read += 1
             self._slots.append(self._submit(line))
         return self.lines_read > before
+
+    def _has_room(self) -> bool:
+        """Whether a further line is wanted now. Alone there is nobody to leave it to: the window is the only bound."""
+        return True
 
     def _submit(self, line: Line | BadLine) -> _Slot:
         """Hand a line to the engine, or finish it with an error record."""
@@ -201,7 +211,7 @@ class Job:
             return self._failed(line, INVALID, str(error))
         try:
             request = Request(f"line-{line.number}", self._encode(parsed), params, parsed.prompt)
-            slot = self._running[request.request_id] = _Slot(parsed, params.logprobs or 0)
+            slot = self._running[request.request_id] = _Slot(line.number, parsed, params.logprobs or 0)
             self._engine.add_request(request)
         except ValueError as error:
             self._running.pop(f"line-{line.number}", None)
@@ -210,7 +220,7 @@ class Job:
 
     def _failed(self, line: Line | BadLine, kind: str, message: str) -> _Slot:
         self.lines_failed += 1
-        return _Slot(None, record=dump_line(error_record(line, kind, message)), failed=True)
+        return _Slot(line.number, None, record=dump_line(error_record(line, kind, message)), failed=True)
 
     def _encode(self, line: LineRequest) -> list[int]:
         if line.prompt_token_ids is not None:
@@ -251,9 +261,12 @@ class Job:
     def _write(self, answers: AnswerFile) -> None:
         """Write the records that no earlier line is waiting for."""
         while self._slots and (record := self._slots[0].record) is not None:
-            answers.append(record)
+            self._append(answers, self._slots[0].number, record)
             self._slots.popleft()
             self.lines_written += 1
+
+    def _append(self, answers: AnswerFile, number: int, record: bytes) -> None:
+        answers.append(record)
 
     def _progress(self) -> Progress:
         stats = self._engine.stats

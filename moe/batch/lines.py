@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
@@ -43,6 +43,28 @@ def read_lines(file: BinaryIO, limit: int | None = None) -> Iterator[Line | BadL
 
     A byte-order mark before the first line and a carriage return before 0x0A are accepted.
     """
+    for number, raw in _records(file, limit):
+        yield _parsed(number, raw)
+
+
+def read_claimed(file: BinaryIO, limit: int | None, claim: Callable[[], int]) -> Iterator[Line | BadLine]:
+    """Those of the same records whose place among them (from 0) `claim` gives. It is called for each record that is
+    asked for, and gives larger numbers every time; what lies between is skipped unread."""
+    wanted = claim()
+    for place, (number, raw) in enumerate(_records(file, limit)):
+        if place == wanted:
+            yield _parsed(number, raw)
+            wanted = claim()
+
+
+def _parsed(number: int, raw: bytes | None) -> Line | BadLine:
+    if raw is None:
+        return BadLine(number, f"the line is longer than {MAX_LINE_BYTES >> 20} MiB")
+    return parse_line(number, raw)
+
+
+def _records(file: BinaryIO, limit: int | None) -> Iterator[tuple[int, bytes | None]]:
+    """Number and bytes of each record; None for one that is too long."""
     number = given = 0
     while (limit is None or given < limit) and (raw := file.readline(MAX_LINE_BYTES + 1)):
         number += 1
@@ -50,14 +72,14 @@ def read_lines(file: BinaryIO, limit: int | None = None) -> Iterator[Line | BadL
             while (rest := file.readline(MAX_LINE_BYTES)) and not rest.endswith(b"\n"):
                 pass
             given += 1
-            yield BadLine(number, f"the line is longer than {MAX_LINE_BYTES >> 20} MiB")
+            yield number, None
             continue
         if number == 1:
             raw = raw.removeprefix(BOM)
         raw = raw.removesuffix(b"\n").removesuffix(b"\r")
         if raw.strip():
             given += 1
-            yield parse_line(number, raw)
+            yield number, raw
 
 
 def parse_line(number: int, raw: bytes) -> Line | BadLine:

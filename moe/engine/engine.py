@@ -137,6 +137,16 @@ class Engine:
     def num_unfinished(self) -> int:
         return len(self._answers)
 
+    @property
+    def num_waiting(self) -> int:
+        """Sequences that are not admitted yet."""
+        return len(self.scheduler.waiting)
+
+    @property
+    def max_num_seqs(self) -> int:
+        """Sequences that may run at a time."""
+        return self.scheduler.max_num_seqs
+
     def join(self) -> None:
         """Take part in steps with the other ranks, with requests or without, until none of them has work left."""
         self.joined = isinstance(self.in_step, Together)

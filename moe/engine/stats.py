@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,6 +41,19 @@ class EngineStats:
         """Begin again, in place; the size of the cache stays."""
         fresh = EngineStats(kv_blocks_total=self.kv_blocks_total)
         self.__dict__.update(fresh.__dict__)
+
+    @classmethod
+    def of_ranks(cls, ranks: Sequence[EngineStats]) -> EngineStats:
+        """All ranks together: counts are added up; steps, which they take together, and times are the largest."""
+        whole = cls(steps=max(each.steps for each in ranks), step_seconds=max(each.step_seconds for each in ranks))
+        for name in cls.__dataclass_fields__:
+            if isinstance(getattr(whole, name), int) and name != "steps":
+                setattr(whole, name, sum(getattr(each, name) for each in ranks))
+        for each in ranks:
+            whole.ttft_seconds.extend(each.ttft_seconds)
+        layers = zip(*(each.expert_counts for each in ranks), strict=True)
+        whole.expert_counts = [[sum(counts) for counts in zip(*of_layer, strict=True)] for of_layer in layers]
+        return whole
 
     @property
     def kv_peak_use(self) -> float:
