@@ -16,6 +16,8 @@ from expert_parallel.group import Ranks
 
 _KEY = "fault"
 _POLL_S = 0.5
+_ECHO_S = 2.0
+"""How long a rank whose collective broke waits for the reason, and one with a reason until all have read it."""
 
 
 def end_process(text: str, code: int = 1) -> None:
@@ -38,6 +40,7 @@ class FaultWatch:
         self.patience_s = patience_s
         self.end = end
         self._closed = threading.Event()
+        self._heard: str | None = None  # outlives the store
         self._thread = threading.Thread(target=self._listen, name="fault-watch", daemon=True)
         self._thread.start()
 
@@ -48,22 +51,39 @@ class FaultWatch:
         """
         own = f"rank {self.ranks.values.rank}: {type(error).__name__}: {error}"
         if _is_echo(error):
-            deadline = time.monotonic() + 2.0
+            deadline = time.monotonic() + _ECHO_S
             while time.monotonic() < deadline:
                 if (told := self.told()) is not None:
                     return told
                 time.sleep(0.05)
         try:
-            return self.ranks.store.compare_set(_KEY, "", own).decode()
+            first = self.ranks.store.compare_set(_KEY, "", own).decode()
+            self._wait_until_heard()
         except RuntimeError:
             return own  # the store is gone with the rank that served it
+        return first
 
     def told(self) -> str | None:
         """The first fault of any rank."""
+        store = self.ranks.store
         try:
-            return self.ranks.store.get(_KEY).decode() if self.ranks.store.check([_KEY]) else None
+            if not store.check([_KEY]):
+                return None
+            self._heard = store.get(_KEY).decode()
+            store.set(f"{_KEY}/heard/{self.ranks.values.rank}", "yes")
         except RuntimeError:
-            return "the rank that serves the store is gone"
+            return self._heard or "the rank that serves the store is gone"
+        return self._heard
+
+    def _wait_until_heard(self) -> None:
+        """Where this process serves the store, the others lose it with this rank: they get a moment to read it."""
+        values = self.ranks.values
+        if values.rank or values.agent_has_store:
+            return
+        others = [f"{_KEY}/heard/{rank}" for rank in range(1, values.world_size)]
+        deadline = time.monotonic() + _ECHO_S
+        while time.monotonic() < deadline and not self.ranks.store.check(others):
+            time.sleep(_POLL_S / 10)
 
     def close(self) -> None:
         """Listen no longer; closing twice is fine."""

@@ -160,16 +160,6 @@ def test_help_and_cfg(capsys: pytest.CaptureFixture[str]) -> None:
     assert "max_tokens: 7" in shown and "temperature: 0.0" in shown and "window: 1024" in shown
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_several_ranks_are_refused_by_rank_0_alone(
-    rank: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setenv("RANK", str(rank))
-    assert generate.main([]) == generate.USAGE
-    assert ("torchrun started 2 ranks" in capsys.readouterr().err) == (rank == 0)
-
-
 def test_torchrun_with_one_rank() -> None:
     source = write("in.jsonl", {"prompt": "And it", "max_tokens": 3}, {"prompt": "Blessed", "max_tokens": 3})
     words = ["--nproc-per-node", "1", "-m", "launch.generate", f"input={source}", "output=out.jsonl", *FAST]
