@@ -96,7 +96,7 @@ def answer_with_a_fault(rank: int, num_ranks: int, port: int) -> str:
             raise ArithmeticError("the cause itself")
         return launch(self, *args)
 
-    Runner.launch = failing
+    Runner.launch = failing  # pyright: ignore[reportAttributeAccessIssue]
     begin = time.monotonic()
     try:
         llm.generate(PROMPTS, PARAMS)
