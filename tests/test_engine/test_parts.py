@@ -15,6 +15,7 @@ import torch
 from configs.schema import CacheConfig, Config, EngineConfig, JobConfig
 from expert_parallel.dispatcher import LocalDispatcher
 from moe.engine import parts
+from moe.engine.engine import Engine
 from moe.model.families.registry import read_config
 from moe.model.hub import resolve_model
 from tests.test_engine.fake_network import make_parts
@@ -95,3 +96,12 @@ def test_a_dispatcher_that_waits_for_the_host_forbids_graphs(monkeypatch: pytest
     assert made.graph_safe
     monkeypatch.setattr(LocalDispatcher, "graph_safe", False)
     assert not made.graph_safe and make_parts(None).graph_safe
+
+
+def test_C49_the_dtype_of_the_cache_is_part_of_every_blocks_key() -> None:
+    """A cache of other numbers must not serve: the first key of a chain differs, so all do."""
+    roots = {
+        dtype: Engine(Config(cache=CacheConfig(num_blocks=64, dtype=dtype)), parts=make_parts(None)).cache.root
+        for dtype in ("auto", "float32", "fp8")
+    }
+    assert roots["auto"] == roots["float32"] != roots["fp8"]
