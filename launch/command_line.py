@@ -121,7 +121,7 @@ def help_text(program: str) -> str:
     rows += [
         f"  python -m {program}                                  the demo: its model, its prompts, demo.answers.jsonl",
         f"  python -m {program} model=FOLDER input=prompts.jsonl output=answers.jsonl sampling.max_tokens=64",
-        f"  torchrun --nproc-per-node 1 -m {program} ...         the same under torchrun",
+        f"  torchrun --nproc-per-node N -m {program} ...         the same on N ranks, one GPU each",
         "",
         "flags:",
     ]
