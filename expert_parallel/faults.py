@@ -17,7 +17,7 @@ from expert_parallel.group import Ranks
 _KEY = "fault"
 _POLL_S = 0.5
 _ECHO_S = 2.0
-"""How long a rank whose collective broke waits for the reason, and one with a reason until all have read it."""
+"""How long a rank whose collective broke waits for the reason."""
 
 
 def end_process(text: str, code: int = 1) -> None:
@@ -47,21 +47,25 @@ class FaultWatch:
     def tell(self, error: BaseException) -> str:
         """Tell all ranks that this one has failed. What failed first stands; returns it, with its rank.
 
-        An error here may be the echo of another rank's fault, which is told a moment later: it is waited for.
+        An error here may be the echo of another rank's fault, which is told a moment later: it is waited for. The
+        caller ends this process next, so the rank that serves the store returns when the others have read it.
         """
         own = f"rank {self.ranks.values.rank}: {type(error).__name__}: {error}"
-        if _is_echo(error):
-            deadline = time.monotonic() + _ECHO_S
-            while time.monotonic() < deadline:
-                if (told := self.told()) is not None:
-                    return told
-                time.sleep(0.05)
-        try:
-            first = self.ranks.store.compare_set(_KEY, "", own).decode()
-            self._wait_until_heard()
-        except RuntimeError:
-            return own  # the store is gone with the rank that served it
+        first = self._echoed() if _is_echo(error) else None
+        if first is None:
+            try:
+                first = self.ranks.store.compare_set(_KEY, "", own).decode()
+            except RuntimeError:
+                return own  # the store is gone with the rank that served it
+        self._wait_until_heard()
         return first
+
+    def _echoed(self) -> str | None:
+        """The fault that broke a collective here, where another rank tells it in time."""
+        deadline = time.monotonic() + _ECHO_S
+        while (told := self.told()) is None and time.monotonic() < deadline:
+            time.sleep(_POLL_S / 10)
+        return told
 
     def told(self) -> str | None:
         """The first fault of any rank."""
@@ -76,12 +80,13 @@ class FaultWatch:
         return self._heard
 
     def _wait_until_heard(self) -> None:
-        """Where this process serves the store, the others lose it with this rank: they get a moment to read it."""
+        """Where this process serves the store, the others lose it with this process: it stays until all have read the
+        fault, whoever told it; for those that are gone themselves no longer than its patience."""
         values = self.ranks.values
         if values.rank or values.agent_has_store:
             return
         others = [f"{_KEY}/heard/{rank}" for rank in range(1, values.world_size)]
-        deadline = time.monotonic() + _ECHO_S
+        deadline = time.monotonic() + self.patience_s
         while time.monotonic() < deadline and not self.ranks.store.check(others):
             time.sleep(_POLL_S / 10)
 
@@ -93,6 +98,7 @@ class FaultWatch:
     def _listen(self) -> None:
         while not self._closed.wait(_POLL_S):
             if (told := self.told()) is not None and not self._closed.wait(self.patience_s):
+                self._wait_until_heard()
                 self.end(f"rank {self.ranks.values.rank} is ended by a fault of another: {told}")
                 return
 

@@ -1,0 +1,59 @@
+"""A fault reaches every rank, whichever order they fail, read and leave in. Rank 0 serves the store."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from expert_parallel.faults import FaultWatch
+from expert_parallel.group import RankValues, bring_up
+from tests.ranks import run_ranks
+from tests.test_expert_parallel.test_group import free_port
+
+SLOW_S = 1.5
+"""How much later than the others a slow rank reads: longer than they need to leave, shorter than their patience."""
+
+
+def watch(rank: int, num_ranks: int, port: int) -> FaultWatch:
+    values = RankValues(rank, num_ranks, rank, num_ranks, "127.0.0.1", port, agent_has_store=False)
+    ranks = bring_up(values, torch.device("cpu"), 60.0, lambda text: None)
+    watch = FaultWatch(ranks)
+    watch._closed.set()  # its thread reads no more: the test decides who reads when
+    watch._thread.join()
+    ranks.meet("watched")
+    return watch
+
+
+def fail(rank: int, num_ranks: int, port: int, faulty: int, slow: int) -> str:
+    """What a rank is told at its end. The faulty one raises, the others' collectives break; one is slow to see it."""
+    own = watch(rank, num_ranks, port)
+    if rank == faulty:
+        return own.tell(ArithmeticError("the cause"))
+    if rank == slow:
+        time.sleep(SLOW_S)
+    return own.tell(RuntimeError("gloo: Connection closed by peer"))
+
+
+@pytest.mark.parametrize(("faulty", "slow"), [(1, 2), (0, 2), (2, 0), (1, 0)])
+def test_C10_every_rank_is_told_the_cause_before_the_store_is_gone(faulty: int, slow: int) -> None:
+    told = run_ranks(fail, 3, free_port(), faulty, slow, joined=False)
+    assert told == [f"rank {faulty}: ArithmeticError: the cause"] * 3
+
+
+def leave(rank: int, num_ranks: int, port: int) -> tuple[str, float]:
+    """The last rank is gone without having read anything. What each is told, and how long that took."""
+    own = watch(rank, num_ranks, port)
+    own.patience_s = SLOW_S
+    if rank == 2:
+        return "gone", 0.0
+    begin = time.monotonic()
+    error = ArithmeticError("the cause") if rank == 1 else RuntimeError("gloo: Connection closed by peer")
+    return own.tell(error), time.monotonic() - begin
+
+
+def test_who_is_gone_is_not_waited_for_beyond_the_patience() -> None:
+    (first, waited_s), (second, _), _ = run_ranks(leave, 3, free_port(), joined=False)
+    assert first == second == "rank 1: ArithmeticError: the cause"
+    assert SLOW_S <= waited_s < 30.0
