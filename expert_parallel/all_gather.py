@@ -17,17 +17,15 @@ that. A sum over ranks of [T, K, D] with zeros would keep the bits as well and m
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from expert_parallel.dispatcher import Dispatcher
-from expert_parallel.group import ExpertGroup
-from expert_parallel.record import RecordLayout
-from expert_parallel.replicas import ReplicaTable
-from expert_parallel.rounds import Combine, RoundInput, Traffic, check_row_cap
-from kernels.combine import combine, combine_norm
+from expert_parallel.group_dispatcher import GroupDispatcher, Home
+from expert_parallel.rounds import RoundInput
+from kernels.combine import combine
 from kernels.pack import pack
 from kernels.rmsnorm import Norm
 
@@ -41,75 +39,52 @@ class AllGatherHandle(NamedTuple):
     weights_TK: Tensor
 
 
-class AllGatherDispatcher(Dispatcher):
-    """Dispatcher over a group of ranks. `replicas` says where experts live; `slots_per_rank` never changes.
+class AllGatherDispatcher(GroupDispatcher):
+    """`GroupDispatcher` with `all_gather` there and fixed shapes home.
 
-    row_cap bounds the rows of every buffer of a round: with N ranks, N * K for each row that a rank brings.
+    With N ranks, row_cap leaves room for N * K rows for each row that a rank brings.
     """
 
     graph_safe: bool = True
     equal_rows: bool = True
-    row_cap: int | None = None
-    rows_once: Literal["per_rank", "per_expert"] = "per_rank"
 
-    def __init__(
-        self,
-        group: ExpertGroup,
-        replicas: ReplicaTable,
-        slots_per_rank: tuple[int, ...],
-        *,
-        top_k: int,
-        combine: Combine = "exact",
-        row_cap: int | None = None,
-        device: torch.device | str,
-    ) -> None:
-        assert len(slots_per_rank) == group.size, f"{len(slots_per_rank)} ranks have slots, the group has {group.size}"
-        check_row_cap(row_cap, group.size, top_k)
-        self.group = group
-        self.replicas = replicas
-        self.num_slots = slots_per_rank[group.rank]
-        self.top_k = top_k
-        self.combine_mode: Combine = combine
-        self.row_cap = row_cap
-        self.traffic = Traffic()
+    def _prepare(self) -> None:
         # J of each rank, and how many rows of one token come home from the ranks before it.
-        self._pairs_of_rank = [min(top_k, num_slots) for num_slots in slots_per_rank]
-        self._pairs_N = torch.tensor(self._pairs_of_rank, dtype=torch.int64, device=device)
+        self._pairs_of_rank = [min(self.top_k, num_slots) for num_slots in self.slots_per_rank]
+        self._pairs_N = torch.tensor(self._pairs_of_rank, dtype=torch.int64, device=self.device)
         self._pairs_before_N = self._pairs_N.cumsum(0) - self._pairs_N
         # Slots of all ranks have one number each, rank by rank; those of this rank are the table's only known ones.
-        self._first_slot_N = torch.tensor(slots_per_rank, dtype=torch.int32, device=device).cumsum(0).int()
-        self._first_slot_N -= torch.tensor(slots_per_rank, dtype=torch.int32, device=device)
-        first = sum(slots_per_rank[: group.rank])
-        self._own_slot_of_P = torch.full((sum(slots_per_rank),), -1, dtype=torch.int32, device=device)
+        slots_N = torch.tensor(self.slots_per_rank, dtype=torch.int32, device=self.device)
+        self._first_slot_N = slots_N.cumsum(0).int() - slots_N
+        first = sum(self.slots_per_rank[: self.group.rank])
+        self._own_slot_of_P = torch.full((sum(self.slots_per_rank),), -1, dtype=torch.int32, device=self.device)
         self._own_slot_of_P[first : first + self.num_slots] = torch.arange(self.num_slots, dtype=torch.int32)
 
     def buffer_bytes(self, num_tokens: int, width: int, dtype: torch.dtype) -> int:
         """What the buffers of a round hold, where each rank brings `num_tokens` rows."""
-        taken = self._num_taken(num_tokens)
-        records = (1 + self.group.size) * taken * self._layout(width, dtype).num_bytes
-        if self.combine_mode == "fast":
-            rows = (self.group.size + 1) * taken
-        else:
-            rows = (self.group.size * self._pairs_of_rank[self.group.rank] + sum(self._pairs_of_rank)) * taken
-        return records + rows * width * dtype.itemsize
+        taken, pairs = self._num_taken(num_tokens), self.group.size * self._pairs_of_rank[self.group.rank]
+        layout = self._layout(width, dtype)
+        arrived = (1 + self.group.size) * taken * layout.num_bytes + self._fp8_bytes(taken + pairs * taken, width)
+        home = (self.group.size + 1 if self.combine_mode == "fast" else pairs + sum(self._pairs_of_rank)) * taken
+        return arrived + home * width * dtype.itemsize
 
     def dispatch(self, x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor) -> RoundInput:
         """Takes the leading rows that fit: the same number on every rank of the group."""
-        assert expert_ids_TK.shape[1] == self.top_k, f"{expert_ids_TK.shape[1]} experts a token, made for {self.top_k}"
+        self._check_top_k(expert_ids_TK)
         num_taken = self._num_taken(x_TD.shape[0])
         if not x_TD.is_cuda:
             self._check_same_rows(x_TD.shape[0])
         layout = self._layout(x_TD.shape[1], x_TD.dtype)
         targets = self.replicas.choose(expert_ids_TK[:num_taken], self.group.rank)
         own = layout.empty(num_taken, x_TD.device)
-        layout.rows_XD(own).copy_(x_TD[:num_taken])
+        self._write_rows(layout, own, x_TD[:num_taken])
         first_slot_TK = self._first_slot_N[targets.ranks_TK.clamp_min(0)]
         layout.slots_XK(own).copy_(torch.where(targets.ranks_TK >= 0, first_slot_TK + targets.slots_TK, -1))
         if layout.weights:
             layout.weights_XK(own).copy_(weights_TK[:num_taken])
         records = layout.empty(self.group.size * num_taken, x_TD.device)
         self.group.all_gather(records, own)
-        self._count_dispatch(num_taken, layout)
+        self._count_dispatch((self.group.size - 1) * num_taken, layout)
 
         packed = pack(layout.slots_XK(records).contiguous(), self._own_slot_of_P, max(self.num_slots, 1))
         # The experts of a token are distinct, so no more of its pairs can be here.
@@ -121,31 +96,27 @@ class AllGatherDispatcher(Dispatcher):
             weights_TK=weights_TK[:num_taken],
         )
         return RoundInput(
-            rows_XD=layout.rows_XD(records),
-            row_index_R=packed.row_token_R[:num_rows],
-            offsets_S1=packed.offsets_S1[: self.num_slots + 1],
+            **self._rows_of_experts(layout, records, packed, num_rows)._asdict(),
             num_rows=num_rows,
             handle=handle,
+            out_dtype=x_TD.dtype,
             num_taken=num_taken,
             more=num_taken < x_TD.shape[0],
         )
 
     def combine(self, y_RD: Tensor, handle: AllGatherHandle) -> Tensor:
-        """The complete sum of every row taken, in the dtype of y."""
         if handle.weights_XK is not None:
             return self._combine_fast(y_RD, handle.packed_row_XK, handle.weights_XK)
-        return combine(*self._bring_home(y_RD, handle))
+        return super().combine(y_RD, handle)
 
     def combine_norm(
         self, y_RD: Tensor, handle: AllGatherHandle, residual_TD: Tensor, norm: Norm, shared_TD: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """As `combine`; residual and shared rows are those of the rows taken."""
         if handle.weights_XK is not None:
-            return super().combine_norm(y_RD, handle, residual_TD, norm, shared_TD)
-        return combine_norm(*self._bring_home(y_RD, handle), residual_TD, *norm, shared_TD)
+            return Dispatcher.combine_norm(self, y_RD, handle, residual_TD, norm, shared_TD)
+        return super().combine_norm(y_RD, handle, residual_TD, norm, shared_TD)
 
-    def _bring_home(self, y_RD: Tensor, handle: AllGatherHandle) -> tuple[Tensor, Tensor, Tensor]:
-        """What is summed here: rows, where each token's terms lie among them, and what they weigh."""
+    def _bring_home(self, y_RD: Tensor, handle: AllGatherHandle) -> Home:
         num_taken, pairs_here = handle.ranks_TK.shape[0], self._pairs_of_rank[self.group.rank]
         back_RD = y_RD[_pairs_by_token(handle.packed_row_XK, pairs_here)]
         out_rows = [num_taken * pairs for pairs in self._pairs_of_rank]
@@ -153,7 +124,7 @@ class AllGatherDispatcher(Dispatcher):
         home_RD = y_RD.new_empty(sum(out_rows), y_RD.shape[1])
         self.group.all_to_all(home_RD, back_RD, out_rows, rows)
         self.traffic.combine_bytes += (self.group.size - 1) * rows[0] * y_RD.shape[1] * y_RD.element_size()
-        return home_RD, self._home_rows(handle.ranks_TK), handle.weights_TK
+        return Home(home_RD, self._home_rows(handle.ranks_TK), handle.weights_TK)
 
     def _combine_fast(self, y_RD: Tensor, packed_row_XK: Tensor, weights_XK: Tensor) -> Tensor:
         part_XD = combine(y_RD, packed_row_XK, weights_XK)
@@ -172,9 +143,6 @@ class AllGatherDispatcher(Dispatcher):
         row_TK = num_taken * self._pairs_before_N[rank_TK] + token_T1 * self._pairs_N[rank_TK] + place_TK
         return torch.where(ranks_TK >= 0, row_TK, -1).int()
 
-    def _layout(self, width: int, dtype: torch.dtype) -> RecordLayout:
-        return RecordLayout(width, dtype, self.top_k, weights=self.combine_mode == "fast")
-
     def _num_taken(self, num_tokens: int) -> int:
         if self.row_cap is None:
             return num_tokens
@@ -190,12 +158,6 @@ class AllGatherDispatcher(Dispatcher):
         counts = everyone.tolist()
         if len(set(counts)) > 1:
             raise RuntimeError(f"all_gather: ranks bring {counts} rows; all must bring the same number, with padding.")
-
-    def _count_dispatch(self, num_taken: int, layout: RecordLayout) -> None:
-        num_sent = (self.group.size - 1) * num_taken
-        self.traffic.rounds += 1
-        self.traffic.records_sent += num_sent
-        self.traffic.dispatch_bytes += num_sent * layout.num_bytes
 
 
 def _pairs_by_token(packed_row_XK: Tensor, num_pairs: int) -> Tensor:

@@ -14,19 +14,16 @@ disagree, and what follows from it (does it fit, is there another round) is deci
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from expert_parallel.dispatcher import Dispatcher
-from expert_parallel.group import ExpertGroup
+from expert_parallel.group_dispatcher import GroupDispatcher, Home
 from expert_parallel.record import RecordLayout
-from expert_parallel.replicas import ReplicaTable
-from expert_parallel.rounds import Combine, RoundInput, Traffic, check_row_cap
-from kernels.combine import combine, combine_norm
+from expert_parallel.rounds import RoundInput
+from kernels.combine import combine
 from kernels.pack import Packed, pack
-from kernels.rmsnorm import Norm
 
 
 class AllToAllHandle(NamedTuple):
@@ -40,56 +37,32 @@ class AllToAllHandle(NamedTuple):
     rows_in: list[int]
 
 
-class AllToAllDispatcher(Dispatcher):
-    """Dispatcher over a group of ranks. `replicas` says where experts live; `slots_per_rank` never changes.
+class AllToAllDispatcher(GroupDispatcher):
+    """`GroupDispatcher` with exact sizes. row_cap bounds the pairs a rank receives for its experts, and those that come
+    home to it."""
 
-    row_cap bounds the rows of every buffer of a round, pairs of (token, expert) included, on every rank: those it
-    receives for its experts, and those that come home to it. Together with top_k it has a least value.
-    """
-
-    graph_safe: bool = False
-    row_cap: int | None = None
-    rows_once: Literal["per_rank", "per_expert"] = "per_rank"
-
-    def __init__(
-        self,
-        group: ExpertGroup,
-        replicas: ReplicaTable,
-        slots_per_rank: tuple[int, ...],
-        *,
-        top_k: int,
-        combine: Combine = "exact",
-        row_cap: int | None = None,
-        device: torch.device | str,
-    ) -> None:
-        assert len(slots_per_rank) == group.size, f"{len(slots_per_rank)} ranks have slots, the group has {group.size}"
-        check_row_cap(row_cap, group.size, top_k)
-        self.group = group
-        self.replicas = replicas
-        self.num_slots = slots_per_rank[group.rank]
-        self.top_k = top_k
-        self.combine_mode: Combine = combine
-        self.row_cap = row_cap
-        self.traffic = Traffic()
-        self._ranks_N = torch.arange(group.size, dtype=torch.int32, device=device)
-        self._slots_S = torch.arange(max(self.num_slots, 1), dtype=torch.int32, device=device)
+    def _prepare(self) -> None:
+        self._ranks_N = torch.arange(self.group.size, dtype=torch.int32, device=self.device)
+        self._slots_S = torch.arange(max(self.num_slots, 1), dtype=torch.int32, device=self.device)
 
     def buffer_bytes(self, num_tokens: int, width: int, dtype: torch.dtype) -> int:
         """The most that the buffers of a round can hold, where each rank brings up to `num_tokens` rows."""
         rows = self.group.size * num_tokens * self.top_k
         rows = rows if self.row_cap is None else min(rows, self.row_cap)
         record = self._layout(width, dtype).num_bytes
-        return rows * (2 * record + 2 * width * dtype.itemsize)  # records sent and received, rows returned and at home
+        travel = rows * (
+            2 * record + 2 * width * dtype.itemsize
+        )  # records sent and received, rows returned and at home
+        return travel + self._fp8_bytes(min(num_tokens, rows) + rows, width)
 
     def dispatch(self, x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor) -> RoundInput:
-        """Takes the leading rows that fit. Every rank of the group dispatches, also one without rows."""
-        assert expert_ids_TK.shape[1] == self.top_k, f"{expert_ids_TK.shape[1]} experts a token, made for {self.top_k}"
+        self._check_top_k(expert_ids_TK)
         plan = self._agree(expert_ids_TK)
         layout = self._layout(x_TD.shape[1], x_TD.dtype)
         records = self._records(layout, plan, x_TD, weights_TK)
         received = layout.empty(sum(plan.records_in), x_TD.device)
         self.group.all_to_all(received, records, plan.records_in, plan.records_out)
-        self._count_dispatch(plan, layout)
+        self._count_dispatch(sum(plan.records_out) - plan.records_out[self.group.rank], layout)
 
         packed = pack(layout.slots_XK(received).contiguous(), self._slots_S, len(self._slots_S))
         num_pairs = sum(plan.pairs_in)
@@ -103,27 +76,15 @@ class AllToAllDispatcher(Dispatcher):
             rows_in=plan.pairs_in if exact else plan.records_in,
         )
         return RoundInput(
-            rows_XD=layout.rows_XD(received),
-            row_index_R=packed.row_token_R[:num_pairs],
-            offsets_S1=packed.offsets_S1[: self.num_slots + 1],
+            **self._rows_of_experts(layout, received, packed, num_pairs)._asdict(),
             num_rows=num_pairs,
             handle=handle,
+            out_dtype=x_TD.dtype,
             num_taken=plan.num_taken,
             more=plan.more,
         )
 
-    def combine(self, y_RD: Tensor, handle: AllToAllHandle) -> Tensor:
-        """The complete sum of every row taken, in the dtype of y. Every rank of the group combines."""
-        return combine(*self._bring_home(y_RD, handle))
-
-    def combine_norm(
-        self, y_RD: Tensor, handle: AllToAllHandle, residual_TD: Tensor, norm: Norm, shared_TD: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """As `combine`; residual and shared rows are those of the rows taken."""
-        return combine_norm(*self._bring_home(y_RD, handle), residual_TD, *norm, shared_TD)
-
-    def _bring_home(self, y_RD: Tensor, handle: AllToAllHandle) -> tuple[Tensor, Tensor, Tensor]:
-        """What is summed here: rows, where each token's terms lie among them, and what they weigh."""
+    def _bring_home(self, y_RD: Tensor, handle: AllToAllHandle) -> Home:
         if handle.weights_XK is None:
             back_RD = y_RD[_pairs_in_order(handle.packed_row_XK, y_RD.shape[0])]
             weights_TK = handle.weights_TK
@@ -134,10 +95,7 @@ class AllToAllDispatcher(Dispatcher):
         self.group.all_to_all(home_RD, back_RD, handle.rows_out, handle.rows_in)
         num_sent = back_RD.shape[0] - handle.rows_in[self.group.rank]
         self.traffic.combine_bytes += num_sent * y_RD.shape[1] * y_RD.element_size()
-        return home_RD, handle.home_row_TK, weights_TK
-
-    def _layout(self, width: int, dtype: torch.dtype) -> RecordLayout:
-        return RecordLayout(width, dtype, self.top_k, weights=self.combine_mode == "fast")
+        return Home(home_RD, handle.home_row_TK, weights_TK)
 
     def _agree(self, expert_ids_TK: Tensor) -> _RoundPlan:
         """The rows of this round on every rank: as many leading ones as fit, by a matrix that all ranks hold alike.
@@ -204,7 +162,7 @@ class AllToAllDispatcher(Dispatcher):
         num_records = sum(plan.records_out)
         records = layout.empty(num_records, x_TD.device)
         token_X = plan.firsts.row_token_R[:num_records]
-        torch.index_select(x_TD, 0, token_X, out=layout.rows_XD(records))
+        self._write_rows(layout, records, x_TD[: plan.num_taken], token_X)
         record_X = torch.arange(num_records, dtype=torch.int32, device=x_TD.device)
         rank_X = torch.searchsorted(plan.firsts.offsets_S1[1:], record_X, right=True)
         here_XK = plan.ranks_TK[token_X] == rank_X[:, None]
@@ -212,12 +170,6 @@ class AllToAllDispatcher(Dispatcher):
         if layout.weights:
             torch.index_select(weights_TK, 0, token_X, out=layout.weights_XK(records))
         return records
-
-    def _count_dispatch(self, plan: _RoundPlan, layout: RecordLayout) -> None:
-        num_sent = sum(plan.records_out) - plan.records_out[self.group.rank]
-        self.traffic.rounds += 1
-        self.traffic.records_sent += num_sent
-        self.traffic.dispatch_bytes += num_sent * layout.num_bytes
 
 
 class _Counts(NamedTuple):

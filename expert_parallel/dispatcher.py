@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from kernels.combine import combine, combine_norm
@@ -21,7 +22,8 @@ class ExpertInput:
 
     Row r is rows_XD[row_index_R[r]], or rows_XD[r] where row_index_R is None. `num_rows` is a bound known on the host,
     the same whatever the routing; rows past offsets[-1] exist but mean nothing and are never read back.
-    `handle` goes back to the same dispatcher's `combine`, once.
+    `handle` goes back to the same dispatcher's `combine`, once. Rows that came in fp8 bring their scales, as
+    `kernels.quantize.Quantized` has them, and the dtype of the model, in which the experts give theirs back.
     """
 
     rows_XD: Tensor
@@ -29,6 +31,8 @@ class ExpertInput:
     offsets_S1: Tensor
     num_rows: int
     handle: Any
+    scales_GX: Tensor | None = None
+    out_dtype: torch.dtype | None = None  # of the experts' rows; None: that of rows_XD
 
 
 class Dispatcher(Protocol):
@@ -52,6 +56,10 @@ class Dispatcher(Protocol):
 
     @property
     def rows_once(self) -> Literal["per_rank", "per_expert"]: ...
+
+    def buffer_bytes(self, num_tokens: int, width: int, dtype: torch.dtype) -> int:
+        """The most that the buffers of a round hold, where each rank brings up to `num_tokens` rows."""
+        return 0
 
     def dispatch(self, x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor) -> ExpertInput:
         """Hand every row to the slots of its K experts. An id without a slot anywhere (-1) takes no part."""

@@ -1,6 +1,7 @@
 """One token as it travels: its row, the slots it goes to and, if it is summed afar, their weights. Knows bytes only.
 
-    bytes   0 .. row_bytes     the row, in the model's dtype
+    bytes   0 .. row_bytes     the row, in the model's dtype or in fp8
+            .. + 4 G           scale of each 128 columns, fp32 (only of a row in fp8)
             .. + 4 K           slot of each of the K experts, int32
             .. + 4 K           weight of each, fp32 (only with `weights`)
             .. num_bytes       unused, up to a multiple of 64: rows stay aligned
@@ -14,6 +15,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from kernels.checks import cdiv
+from kernels.quantize import FP8, GROUP
 
 _ALIGNMENT = 64
 
@@ -32,14 +36,22 @@ class RecordLayout:
         return self.width * self.dtype.itemsize
 
     @property
+    def num_scales(self) -> int:
+        return cdiv(self.width, GROUP) if self.dtype == FP8 else 0
+
+    @property
     def num_bytes(self) -> int:
-        # Slots begin at a multiple of 4 for every dtype and width.
         used = self._slots_at + 4 * self.top_k * (2 if self.weights else 1)
-        return -(-used // _ALIGNMENT) * _ALIGNMENT
+        return cdiv(used, _ALIGNMENT) * _ALIGNMENT
+
+    @property
+    def _scales_at(self) -> int:
+        # All that follows the row begins at a multiple of 4, for every dtype and width.
+        return cdiv(self.row_bytes, 4) * 4
 
     @property
     def _slots_at(self) -> int:
-        return -(-self.row_bytes // 4) * 4
+        return self._scales_at + 4 * self.num_scales
 
     def empty(self, num_records: int, device: torch.device) -> Tensor:
         return torch.empty(num_records, self.num_bytes, dtype=torch.uint8, device=device)
@@ -48,10 +60,28 @@ class RecordLayout:
         """The rows, strided: the last dimension lies together."""
         return records[:, : self.row_bytes].view(self.dtype)
 
+    def scales_XG(self, records: Tensor) -> Tensor:
+        assert self.num_scales, f"rows in {self.dtype} have no scales"
+        return self._words(records, self._scales_at, self.num_scales, torch.float32)
+
     def slots_XK(self, records: Tensor) -> Tensor:
-        return records[:, self._slots_at : self._slots_at + 4 * self.top_k].view(torch.int32)
+        return self._words(records, self._slots_at, self.top_k, torch.int32)
 
     def weights_XK(self, records: Tensor) -> Tensor:
         assert self.weights, "these records carry no weights"
-        start = self._slots_at + 4 * self.top_k
-        return records[:, start : start + 4 * self.top_k].view(torch.float32)
+        return self._words(records, self._slots_at + 4 * self.top_k, self.top_k, torch.float32)
+
+    def _words(self, records: Tensor, start: int, count: int, dtype: torch.dtype) -> Tensor:
+        return records[:, start : start + 4 * count].view(dtype)
+
+
+def copy_rows(part_XD: Tensor, x_TD: Tensor, token_X: Tensor | None = None) -> None:
+    """Row token_X[x] of x into row x of a part of records, or row x without an index. No bit changes."""
+    if x_TD.dtype == FP8:
+        # Not every torch indexes fp8; as the widest integer that divides a row it is also the faster copy.
+        whole = torch.int64 if x_TD.shape[1] % 8 == 0 else torch.uint8
+        part_XD, x_TD = part_XD.view(whole), x_TD.view(whole)
+    if token_X is None:
+        part_XD.copy_(x_TD)
+    else:
+        torch.index_select(x_TD, 0, token_X, out=part_XD)

@@ -12,7 +12,7 @@ from torch import Tensor
 from expert_parallel.dispatcher import ExpertInput
 from kernels.grouped_gemm import grouped_gemm, grouped_gemm_swiglu
 from kernels.grouped_gemm_fp8 import grouped_gemm_fp8, grouped_gemm_swiglu_fp8
-from kernels.quantize import FP8, QuantizedBlocks, quantize_rows
+from kernels.quantize import FP8, Quantized, QuantizedBlocks, quantize_rows
 from moe.model.linear import Linear, Parameters
 from moe.model.parameter_shapes import scale_name
 
@@ -45,10 +45,12 @@ class Fp8Experts:
         self.w2 = w2
 
     def __call__(self, inputs: ExpertInput) -> Tensor:
-        """As `Experts`: rows of the model dtype in and out; the first product's result is rounded to it in between."""
-        offsets_S1, num_rows, dtype = inputs.offsets_S1, inputs.num_rows, inputs.rows_XD.dtype
+        """As `Experts`: rows of the model dtype out, and in unless they travelled in fp8; the first product's result is
+        rounded to it in between."""
+        offsets_S1, num_rows, dtype = inputs.offsets_S1, inputs.num_rows, inputs.out_dtype or inputs.rows_XD.dtype
+        rows_XD, scales_GX = inputs.rows_XD, inputs.scales_GX
         h_RF = grouped_gemm_swiglu_fp8(
-            quantize_rows(inputs.rows_XD),
+            quantize_rows(rows_XD) if scales_GX is None else Quantized(rows_XD, scales_GX),
             self.w13,
             offsets_S1,
             row_index_R=inputs.row_index_R,

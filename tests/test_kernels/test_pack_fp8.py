@@ -23,11 +23,20 @@ def draw_rows(num_rows: int, width: int, device: str) -> Quantized:
     return Quantized(q.values.to(device), q.scales.to(device))
 
 
+def spaced(x: Quantized) -> Quantized:
+    """The same as rows of wider ones, a row's scales together behind its values, with NaN around them."""
+    (rows, width), groups = x.values.shape, x.scales.shape[0]
+    values = torch.full((rows, width + 7), 0x7F, dtype=torch.uint8, device=x.values.device).view(FP8)[:, :width]
+    scales = torch.full((rows, groups + 3), torch.nan, device=x.scales.device)[:, 1 : 1 + groups].T
+    values.view(torch.uint8).copy_(x.values.view(torch.uint8))
+    return Quantized(values, scales.copy_(x.scales))
+
+
 @pytest.mark.parametrize("width", [96, 128, 2880, 41])
 @pytest.mark.parametrize("used", [0, 1, 15, 16, 17, 129])
 @pytest.mark.parametrize(("run", "device"), BACKENDS)
 def test_rows_and_scales_move_together(run, device, used, width):
-    x = draw_rows(50, width, device)
+    x = spaced(draw_rows(50, width, device))
     index = torch.randint(0, 50, (used,), generator=torch.Generator().manual_seed(1))
     index_R = torch.cat([index, torch.full((9,), WILD_INDEX)]).to(device, torch.int32)
     offsets_S1 = torch.tensor([0, used // 3, used], dtype=torch.int32, device=device)
@@ -50,7 +59,7 @@ def test_unused_rows_are_not_written(device):
     values = torch.full((40, 256), 0x7F, dtype=torch.uint8, device=device)
     scales = torch.full((2, 40), torch.nan, device=device)
     options = {"ROWS": 16, "GROUPS": 8, "PDL": False}
-    _pack_rows_kernel[(3,)](x.values, x.scales, index_R, last, values.view(FP8), scales, 50, 40, 256, **options)
+    _pack_rows_kernel[(3,)](x.values, x.scales, index_R, last, values.view(FP8), scales, 256, 50, 1, 40, 256, **options)
     assert bool(scales[:, 7:].isnan().all()) and bool(scales[:, :7].isfinite().all())
     assert bool((values[7:] == 0x7F).all())
     assert_same_bits(values[:7], x.values.view(torch.uint8)[:1].expand(7, -1))
@@ -61,6 +70,7 @@ def test_unused_rows_are_not_written(device):
 @pytest.mark.parametrize("arch", [arch for arch in ARCHS if arch >= 89])
 def test_compiles(arch, aligned):
     args: dict[str, object] = {"x_ptr": "*fp8e4nv", "scale_ptr": "*fp32", "index_ptr": "*i32", "last_ptr": "*i32"}
-    args |= {"out_ptr": "*fp8e4nv", "out_scale_ptr": "*fp32", "num_x_rows": "i32", "num_rows": "i32", "width": "i32"}
+    args |= {"out_ptr": "*fp8e4nv", "out_scale_ptr": "*fp32", "stride_x": "i32", "scale_stride_g": "i32"}
+    args |= {"scale_stride_x": "i32", "num_rows": "i32", "width": "i32"}
     args |= {"ROWS": 16, "GROUPS": 8, "PDL": arch >= 90}
     assert compile_ahead(_pack_rows_kernel, arch, args, aligned=aligned)
