@@ -54,12 +54,7 @@ class Dispatchers(NamedTuple):
 
     def buffer_bytes(self, num_tokens: int, width: int, dtype: torch.dtype) -> int:
         """The most that the buffers of one round hold, where each rank brings up to `num_tokens` rows."""
-        sizes = [
-            each.buffer_bytes(num_tokens, width, dtype)
-            for each in self
-            if isinstance(each, AllToAllDispatcher | AllGatherDispatcher)
-        ]
-        return max(sizes, default=0)
+        return max(each.buffer_bytes(num_tokens, width, dtype) for each in self)
 
 
 def choose(asked: str, num_ranks: int, device: torch.device) -> Choice:
@@ -98,15 +93,25 @@ def make_dispatchers(
     top_k: int,
     combine: Combine,
     row_cap: int | None,
+    fp8_rows: bool = False,
     device: torch.device,
 ) -> Dispatchers:
-    """The dispatchers of `choice` over a group, with one table of replicas for both."""
+    """The dispatchers of `choice` over a group, with one table of replicas for both; `fp8_rows`: experts are in fp8."""
     if choice.prefill == "local":
         return Dispatchers.local(placement, group.rank, device)
     replicas = ReplicaTable(placement, group.size, device)
     slots = tuple(placement.num_slots(rank) for rank in range(group.size))
     made = {
-        name: kind(group, replicas, slots, top_k=top_k, combine=combine, row_cap=row_cap, device=device)
+        name: kind(
+            group,
+            replicas,
+            slots,
+            top_k=top_k,
+            combine=combine,
+            row_cap=row_cap,
+            fp8_rows=fp8_rows,
+            device=device,
+        )
         for name, kind in (("all_to_all", AllToAllDispatcher), ("all_gather", AllGatherDispatcher))
         if name in choice
     }
