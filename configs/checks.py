@@ -13,6 +13,7 @@ from configs.schema import Config, Section
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 CACHE_DTYPES = (*DTYPES, "fp8")
 QUANTIZATIONS = ("auto", "none", "fp8")
+OVERLAPS = ("auto", "none", "shared", "halves")
 DISPATCHERS = ("auto", "local", "all_to_all", "all_gather")
 
 
@@ -58,6 +59,7 @@ def check(config: Config) -> None:
     _check_sampling(config)
     _check_engine(config)
     _check_cache(config)
+    _check_balance(config)
     _check_job(config)
 
 
@@ -68,6 +70,7 @@ def _check_choices(config: Config) -> None:
     _one_of("engine.device", config.engine.device, ("auto", "cuda", "cpu"))
     _one_of("parallel.dispatcher", config.parallel.dispatcher, DISPATCHERS)
     _one_of("parallel.combine", config.parallel.combine, ("exact", "fast"))
+    _one_of("parallel.overlap", config.parallel.overlap, OVERLAPS)
     _one_of("cache.dtype", config.cache.dtype, CACHE_DTYPES)
     if not config.model:
         raise ValueError("model='' is empty; give a folder, a hub id, or demo.")
@@ -123,13 +126,49 @@ def _check_cache(config: Config) -> None:
     _number("cache.cpu_gb", cache.cpu_gb, 0, low_open=True)
     _number("parallel.row_cap", config.parallel.row_cap, 1)
     _number("parallel.timeout_s", config.parallel.timeout_s, 0, low_open=True)
+    _number("parallel.overlap_rows", config.parallel.overlap_rows, 2)
+    if config.parallel.overlap_rows is not None and config.parallel.overlap != "halves":
+        raise ValueError(
+            f"parallel.overlap_rows={config.parallel.overlap_rows} says from where steps are split in halves, which "
+            f"parallel.overlap={config.parallel.overlap} never does; leave it out, or give parallel.overlap=halves."
+        )
     if cache.block_size & (cache.block_size - 1):
         raise ValueError(f"cache.block_size={cache.block_size} is no power of two; 16 suits most checkpoints, 64 MLA.")
+
+
+def _check_balance(config: Config) -> None:
+    balance = config.balance
+    _one_of("balance.move", balance.move, ("gain", "always", "never"))
+    _number("balance.interval", balance.interval, 0)
+    _number("balance.window", balance.window, 1)
+    _number("balance.layers_per_step", balance.layers_per_step, 1)
+    _number("balance.buffer_mb", balance.buffer_mb, 0, low_open=True)
+    _number("balance.redundant_experts", balance.redundant_experts, 0)
+    _number("balance.profile_steps", balance.profile_steps, 1)
+    for name in ("plan", "profile", "load_file"):
+        if getattr(balance, name) == "":
+            raise ValueError(f"balance.{name}='' is empty; leave the key out or give a file.")
+    if balance.plan is not None:
+        beside = {
+            "balance.profile": balance.profile,
+            "balance.redundant_experts": balance.redundant_experts,
+            "balance.move": "always" if balance.move == "always" else None,
+        }
+        if wrong := next((name for name, value in beside.items() if value), None):
+            raise ValueError(
+                f"balance.plan={balance.plan} says where every expert is for the whole run, which {wrong}="
+                f"{beside[wrong]} would change; leave one of them out."
+            )
+    if balance.move == "always" and not balance.interval:
+        raise ValueError("balance.move=always needs looks to move after; give balance.interval, or leave it out.")
 
 
 def _check_job(config: Config) -> None:
     _number("job.limit", config.job.limit, 1)
     _number("job.window", config.job.window, 1)
+    _number("job.report_every_s", config.job.report_every_s, 0, low_open=True)
+    if config.job.report == "":
+        raise ValueError("job.report='' is empty; leave the key out or give a folder.")
 
 
 def _one_of(name: str, value: str, choices: tuple[str, ...]) -> None:

@@ -89,7 +89,25 @@ class ParallelConfig(Section):
     dispatcher: str = key("auto", "how rows travel: auto, local (one rank), all_to_all or all_gather")
     combine: str = key("exact", "exact: the same bits whatever the number of ranks; fast: fewer bytes, other bits")
     row_cap: int | None = key(None, "most rows of a buffer in one round; null: 2 x engine.max_batched_tokens x top_k")
+    overlap: str = key("auto", "auto, none, shared (experts, while rows travel: GPU) or halves (of a step, in turns)")
+    overlap_rows: int | None = key(None, "overlap=halves: split steps in which a rank has so many rows; null: 4096")
     timeout_s: float = key(600.0, "a start or a collective that takes longer ends the run")
+
+
+@dataclass
+class BalanceConfig(Section):
+    """The experts' load, and experts that move between ranks to make it even. With one rank nothing moves."""
+
+    interval: int = key(0, "look at the experts' load every so many steps; 0: once, at the end, and experts stay")
+    move: str = key("gain", "after a look experts move: gain (where that saves more than it costs), always or never")
+    window: int = key(8, "looks that a decision is made from, and that balance.load_file holds")
+    layers_per_step: int = key(1, "most layers whose experts move between two steps")
+    buffer_mb: float = key(256.0, "MiB that a rank holds for experts on their way; at least three experts' worth")
+    redundant_experts: int = key(0, "slots of all ranks beyond one for each expert: for replicas of busy ones")
+    plan: str | None = key(None, "a file of placements: experts are loaded there, and stay")
+    profile: str | None = key(None, "write the placements that suit the first balance.profile_steps steps to this file")
+    profile_steps: int = key(256, "steps that balance.profile looks at")
+    load_file: str | None = key(None, "write the experts' load and the ranks' balance over time to this JSON file")
 
 
 @dataclass
@@ -99,7 +117,9 @@ class JobConfig(Section):
     strict: bool = key(False, "check every line first; a bad one stops the job before the model is loaded")
     limit: int | None = key(None, "only the first so many lines")
     overwrite: bool = key(False, "replace an output file that exists")
-    report: str | None = key(None, "write the summary as JSON to this file")
+    report: str | None = key(None, "a folder for report.html, metrics.json and metrics.prom; made if need be")
+    report_every_s: float = key(60.0, "write them again so often while the job runs")
+    quiet: bool = key(False, "print nothing but warnings and errors")
     chat_template: str | None = key(None, "a file or a template text, for checkpoints without one")
     window: int = key(1024, "lines read ahead of the oldest unfinished one")
     dry_run: bool = key(False, "read and check every line, load no model")
@@ -121,6 +141,7 @@ class Config(Section):
     engine: EngineConfig = field(default_factory=EngineConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    balance: BalanceConfig = field(default_factory=BalanceConfig)
     job: JobConfig = field(default_factory=JobConfig)
 
 

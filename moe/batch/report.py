@@ -1,11 +1,17 @@
-"""What became of a job, in numbers: for the screen, for a JSON file, and while it runs. Knows counters, no files."""
+"""What became of a job, in numbers: for the screen, for its files, and while it runs. Knows counters, no files."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from moe.engine.stats import EngineStats
+
+LATENCIES = {
+    "first_token": "time to first token, p50 / p95 / p99",
+    "between_tokens": "between tokens, p50 / p95 / p99",
+    "answer": "whole answer, p50 / p95 / p99",
+}
 
 
 @dataclass(frozen=True)
@@ -18,6 +24,7 @@ class Progress:
     output_tokens: int
     kv_use: float  # share of the cache's blocks in use
     seconds: float
+    stats: EngineStats | None = None  # the engine's own, which goes on counting; None: nothing more is known
 
 
 @dataclass(frozen=True)
@@ -41,6 +48,9 @@ class JobReport:
     preemptions: int
     expert_balance: float | None
     steps: int
+    computed_prompt_tokens: int = 0  # prefilled; again after a preemption included
+    latencies: dict[str, Any] = field(default_factory=dict)  # as Latencies.as_dict gives them
+    expert_counts: list[list[int]] = field(default_factory=list)  # tokens per layer and logical expert
 
     @classmethod
     def of(
@@ -58,17 +68,20 @@ class JobReport:
             output_tokens=stats.output_tokens,
             seconds=seconds,
             output_tokens_per_second=stats.output_tokens / seconds if seconds > 0 else 0.0,
-            ttft_median=stats.ttft_median,
-            ttft_p95=percentile(list(stats.ttft_seconds), 95),
+            ttft_median=stats.latencies.first_token.percentile(50),
+            ttft_p95=stats.latencies.first_token.percentile(95),
             kv_peak_use=stats.kv_peak_use,
             kv_blocks_total=stats.kv_blocks_total,
             preemptions=stats.preemptions,
             expert_balance=stats.expert_balance,
             steps=stats.steps,
+            computed_prompt_tokens=stats.computed_prompt_tokens,
+            latencies=stats.latencies.as_dict(),
+            expert_counts=stats.expert_counts,
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """For the JSON file of job.report."""
+        """JSON-ready, for metrics.json."""
         return asdict(self)
 
     def rows(self) -> list[tuple[str, str]]:
@@ -79,7 +92,7 @@ class JobReport:
             ("output tokens", f"{self.output_tokens:,}"),
             ("time", f"{self.seconds:.1f} s"),
             ("output tokens/s", f"{self.output_tokens_per_second:,.1f}"),
-            ("time to first token, median / p95", f"{_seconds(self.ttft_median)} / {_seconds(self.ttft_p95)}"),
+            *((label, self._percentiles(name)) for name, label in LATENCIES.items()),
             ("KV cache, largest use", f"{self.kv_peak_use:.1%} of {self.kv_blocks_total:,} blocks"),
             ("preemptions", str(self.preemptions)),
             (
@@ -87,6 +100,10 @@ class JobReport:
                 "-" if self.expert_balance is None else f"{self.expert_balance:.2f} (1 is even)",
             ),
         ]
+
+    def _percentiles(self, name: str) -> str:
+        times = self.latencies.get(name, {})
+        return " / ".join(show_seconds(times.get(percent)) for percent in ("p50", "p95", "p99"))
 
 
 def percentile(values: list[float], percent: int) -> float | None:
@@ -100,5 +117,12 @@ def percentile(values: list[float], percent: int) -> float | None:
     return sorted(values)[max(-(-len(values) * percent // 100) - 1, 0)]
 
 
-def _seconds(value: float | None) -> str:
-    return "-" if value is None else f"{value * 1000:.0f} ms" if value < 1 else f"{value:.2f} s"
+def show_seconds(value: float | None) -> str:
+    """A short time for people.
+
+    >>> show_seconds(0.0123), show_seconds(2.5), show_seconds(None)
+    ('12 ms', '2.50 s', '-')
+    """
+    if value is None:
+        return "-"
+    return f"{value * 1000:.{0 if value >= 0.01 else 2}f} ms" if value < 1 else f"{value:.2f} s"

@@ -25,6 +25,7 @@ class Sample:
     eos_ids: frozenset[int]
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
+    token_at: float | None = None  # when its newest token was accepted
 
     def __post_init__(self) -> None:
         params = self.sequence.request.params

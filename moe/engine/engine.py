@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 
 from configs.schema import Config
 from expert_parallel.group import Ranks
@@ -302,6 +303,8 @@ class Engine:
             sequence.prompt_logprobs += self.runner.prompt_records(rows)
         ids, logprobs = step.token_ids(), step.logprobs()
         changed: dict[str, Answer] = {}
+        now = time.monotonic()
+        befores: Counter[float] = Counter()  # rows by the time of their token before: a few times for all rows
         for row, (sequence, token_id) in enumerate(zip(step.schedule.sampled, ids, strict=True)):
             if sequence.status is Status.FINISHED:
                 continue  # it ended at the token before, or was aborted
@@ -315,16 +318,22 @@ class Engine:
                     self.scheduler.receive(sequence, token_id)
                     sample.accept(token_id, self.runner.with_texts(logprobs[row]) if logprobs is not None else None)
                     self.stats.output_tokens += 1
+                    if sample.token_at is not None:
+                        befores[sample.token_at] += 1
+                    sample.token_at = now
                 except Exception as error:
                     logger.exception("request %s failed", answer.request.request_id)
                     self._fail(answer, f"{type(error).__name__}: {error}")
                 if not answer.has_token and answer.error is None:
                     answer.has_token = True
-                    self.stats.ttft_seconds.append(time.monotonic() - answer.request.arrival)
+                    self.stats.ttft_seconds.append(now - answer.request.arrival)
+                    self.stats.latencies.first_token.add(now - answer.request.arrival)
             if sample.finish_reason is not None or answer.streamed:
                 changed[answer.request.request_id] = answer
                 if sample.finish_reason is not None:
                     self.scheduler.finish(sequence)
+        for before, num_rows in befores.items():
+            self.stats.latencies.between_tokens.add(now - before, num_rows)
         return [answer for answer in changed.values() if answer.streamed or answer.finished]
 
     def _fail(self, answer: Answer, error: str, *, forget: bool = False) -> None:
@@ -344,6 +353,8 @@ class Engine:
             self.scheduler.finish(sample.sequence)
         del self._answers[answer.request.request_id]
         self.stats.cached_tokens += sum(sample.sequence.num_cached for sample in answer.samples)
+        if answer.error is None and answer.has_token:
+            self.stats.latencies.answer.add(time.monotonic() - answer.request.arrival)
         self._count_end(failed=answer.error is not None)
 
     def _count_end(self, *, failed: bool) -> None:
@@ -362,6 +373,7 @@ class Engine:
         stats.preemptions = self.scheduler.num_preemptions
         stats.kv_blocks_used = self.cache.allocator.num_used
         stats.kv_blocks_peak = max(stats.kv_blocks_peak, stats.kv_blocks_used)
+        stats.num_running, stats.num_waiting = len(self.scheduler.running), len(self.scheduler.waiting)
 
     def _enter(self, stage: str, request_ids: list[str] | None = None) -> None:
         self._stage = stage

@@ -8,8 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from moe.engine.latency import Latencies
+
 # Times to first token kept for the median: enough to be steady, small enough for a job of any size.
 KEPT_TIMES = 10_000
+LISTS = ("ttft_seconds", "latencies", "expert_counts")
 
 
 @dataclass
@@ -31,8 +34,11 @@ class EngineStats:
     kv_blocks_total: int = 0
     kv_blocks_used: int = 0
     kv_blocks_peak: int = 0
+    num_running: int = 0  # sequences admitted, after the last step
+    num_waiting: int = 0  # sequences not admitted yet
     step_seconds: float = 0.0
-    ttft_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT_TIMES))
+    ttft_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT_TIMES))  # the newest, exact
+    latencies: Latencies = field(default_factory=Latencies)  # of all requests, in buckets
     # Filled by Engine.count_experts, which waits for the device.
     expert_counts: list[list[int]] = field(default_factory=list)  # tokens per layer and logical expert
     expert_balance: float | None = None  # mean over max of them, averaged over sparse layers: 1 is even
@@ -51,6 +57,7 @@ class EngineStats:
                 setattr(whole, name, sum(getattr(each, name) for each in ranks))
         for each in ranks:
             whole.ttft_seconds.extend(each.ttft_seconds)
+            whole.latencies.merge(each.latencies)
         layers = zip(*(each.expert_counts for each in ranks), strict=True)
         whole.expert_counts = [[sum(counts) for counts in zip(*of_layer, strict=True)] for of_layer in layers]
         return whole
@@ -71,7 +78,7 @@ class EngineStats:
 
     def as_dict(self) -> dict[str, Any]:
         """For reports: every counter and every derived number, JSON-ready."""
-        names = [name for name in self.__dataclass_fields__ if name not in ("ttft_seconds", "expert_counts")]
+        names = [name for name in self.__dataclass_fields__ if name not in LISTS]
         counters: dict[str, Any] = {name: getattr(self, name) for name in names}
         derived = ("kv_peak_use", "ttft_median", "tokens_per_second")
         return counters | {name: getattr(self, name) for name in derived}
