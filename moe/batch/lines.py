@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, BinaryIO
 
 # A longer line is an error record: a file without line ends must not be read into memory as one record.
@@ -21,12 +21,25 @@ _ESCAPED = re.compile("[\x7f\x85\u2028\u2029\ud800-\udfff]")
 _HALF_PAIR = re.compile("[\ud800-\udfff]")
 
 
+# What an entry of a list or an object takes in memory beside its bytes in the file: a pointer and an object's head.
+ENTRY_BYTES = 40
+
+
+class InputFault(ValueError):
+    """The input is damaged, so that nothing behind the lines read so far can be read. The text names file and place."""
+
+
 @dataclass(frozen=True)
 class Line:
-    """A JSON object and the number of its line, counted from 1 with blank lines included."""
+    """A JSON object and the number of its line, counted from 1 over all files of a job, blank lines included.
+
+    `origin`: "file:line", where the job has several files. `num_bytes`: about what the record takes in memory.
+    """
 
     number: int
     record: dict[str, Any]
+    origin: str | None = None
+    num_bytes: int = field(default=0, compare=False)
 
 
 @dataclass(frozen=True)
@@ -36,50 +49,53 @@ class BadLine:
     number: int
     reason: str
     record: dict[str, Any] | None = None
+    origin: str | None = None
+    num_bytes: int = field(default=0, compare=False)
+
+
+class LineReader:
+    """Every record of a file in order, blank lines left out; at most `limit` of them.
+
+    A byte-order mark before the first line and a carriage return before 0x0A are accepted. `number`: of the last line
+    read, blank ones included.
+    """
+
+    def __init__(self, file: BinaryIO, limit: int | None = None) -> None:
+        self.number = 0
+        self._file = file
+        self._limit = limit
+
+    def __iter__(self) -> Iterator[Line | BadLine]:
+        given = 0
+        while (self._limit is None or given < self._limit) and (raw := self._file.readline(MAX_LINE_BYTES + 1)):
+            self.number += 1
+            if len(raw) > MAX_LINE_BYTES and not raw.endswith(b"\n"):
+                while (rest := self._file.readline(MAX_LINE_BYTES)) and not rest.endswith(b"\n"):
+                    pass
+                given += 1
+                yield BadLine(self.number, f"the line is longer than {MAX_LINE_BYTES >> 20} MiB")
+                continue
+            if self.number == 1:
+                raw = raw.removeprefix(BOM)
+            raw = raw.removesuffix(b"\n").removesuffix(b"\r")
+            if raw.strip():
+                given += 1
+                yield parse_line(self.number, raw)
 
 
 def read_lines(file: BinaryIO, limit: int | None = None) -> Iterator[Line | BadLine]:
-    """Every record of the file in order, blank lines left out; at most `limit` of them.
-
-    A byte-order mark before the first line and a carriage return before 0x0A are accepted.
-    """
-    for number, raw in _records(file, limit):
-        yield _parsed(number, raw)
+    """The records of a LineReader, for who needs no numbers of blank lines at the end."""
+    return iter(LineReader(file, limit))
 
 
 def read_claimed(file: BinaryIO, limit: int | None, claim: Callable[[], int]) -> Iterator[Line | BadLine]:
     """Those of the same records whose place among them (from 0) `claim` gives. It is called for each record that is
-    asked for, and gives larger numbers every time; what lies between is skipped unread."""
+    asked for, and gives larger numbers every time."""
     wanted = claim()
-    for place, (number, raw) in enumerate(_records(file, limit)):
+    for place, line in enumerate(read_lines(file, limit)):
         if place == wanted:
-            yield _parsed(number, raw)
+            yield line
             wanted = claim()
-
-
-def _parsed(number: int, raw: bytes | None) -> Line | BadLine:
-    if raw is None:
-        return BadLine(number, f"the line is longer than {MAX_LINE_BYTES >> 20} MiB")
-    return parse_line(number, raw)
-
-
-def _records(file: BinaryIO, limit: int | None) -> Iterator[tuple[int, bytes | None]]:
-    """Number and bytes of each record; None for one that is too long."""
-    number = given = 0
-    while (limit is None or given < limit) and (raw := file.readline(MAX_LINE_BYTES + 1)):
-        number += 1
-        if len(raw) > MAX_LINE_BYTES and not raw.endswith(b"\n"):
-            while (rest := file.readline(MAX_LINE_BYTES)) and not rest.endswith(b"\n"):
-                pass
-            given += 1
-            yield number, None
-            continue
-        if number == 1:
-            raw = raw.removeprefix(BOM)
-        raw = raw.removesuffix(b"\n").removesuffix(b"\r")
-        if raw.strip():
-            given += 1
-            yield number, raw
 
 
 def parse_line(number: int, raw: bytes) -> Line | BadLine:
@@ -113,11 +129,12 @@ def parse_line(number: int, raw: bytes) -> Line | BadLine:
         return BadLine(number, f"a JSON object is needed, this is {_kind(record)}")
     if raw.count(b"[") + raw.count(b"{") > MAX_NESTING and _is_deep(record):
         return BadLine(number, f"nested too deeply: more than {MAX_NESTING} lists and objects in each other")
+    num_bytes = len(raw) + ENTRY_BYTES * raw.count(b",")
     if faults:
-        return BadLine(number, faults[0], record)
+        return BadLine(number, faults[0], record, num_bytes=num_bytes)
     if "\\u" in text and _HALF_PAIR.search(json.dumps(record, ensure_ascii=False)):
         return BadLine(number, r"a text holds half of a surrogate pair (\ud800 to \udfff alone), which is no character")
-    return Line(number, record)
+    return Line(number, record, num_bytes=num_bytes)
 
 
 def dump_line(record: dict[str, Any]) -> bytes:

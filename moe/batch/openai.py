@@ -25,6 +25,7 @@ from moe.batch.protocol import (
 )
 from moe.engine.request import CompletionOutput, Logprob, RequestOutput, TokenLogprobs
 
+LINE_FIELDS = frozenset(("custom_id", "method", "url", "body"))
 CHAT_URL, COMPLETION_URL = "/v1/chat/completions", "/v1/completions"
 # Body fields that are sampling parameters of the same name.
 SAMPLING_NAMES = SAMPLING_FIELDS - {"logprobs", "prompt_logprobs", "detokenize"}
@@ -52,12 +53,12 @@ COMPLETION_NAMES = frozenset(("prompt", "logprobs", "echo", "best_of", "suffix",
 
 def is_openai(record: dict[str, Any]) -> bool:
     """Whether a record means to be an OpenAI batch line."""
-    return any(name in record for name in ("custom_id", "url", "body", "method"))
+    return not LINE_FIELDS.isdisjoint(record)
 
 
 def parse_openai(number: int, record: dict[str, Any]) -> LineRequest:
     """Understand one OpenAI batch record. LineError says what is wrong with it."""
-    check_known(record, ("custom_id", "method", "url", "body"))
+    check_known(record, LINE_FIELDS)
     custom_id, url, body = record.get("custom_id"), record.get("url"), record.get("body")
     if not isinstance(custom_id, str):
         raise LineError(f"custom_id={short(custom_id)} must be a text.")

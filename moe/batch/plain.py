@@ -21,6 +21,7 @@ from moe.engine.request import CompletionOutput, RequestOutput, TokenLogprobs
 
 SOURCES = ("prompt", "messages", "prompt_token_ids")
 CHAT_FIELDS = ("tools", "chat_template_kwargs", "add_generation_prompt", "continue_final_message")
+PLAIN_FIELDS = frozenset(("id", *SOURCES, *CHAT_FIELDS, *SAMPLING_FIELDS))
 
 
 def plain_id(number: int, record: dict[str, Any]) -> LineId:
@@ -30,7 +31,7 @@ def plain_id(number: int, record: dict[str, Any]) -> LineId:
 
 def parse_plain(number: int, record: dict[str, Any]) -> LineRequest:
     """Understand one plain record. LineError says what is wrong with it."""
-    check_known(record, {"id", *SOURCES, *CHAT_FIELDS, *SAMPLING_FIELDS})
+    check_known(record, PLAIN_FIELDS)
     given = [name for name in SOURCES if record.get(name) is not None]
     if len(given) != 1:
         has = f"this line has {' and '.join(given)}" if given else "this line has none"
