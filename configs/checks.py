@@ -166,9 +166,29 @@ def _check_balance(config: Config) -> None:
 def _check_job(config: Config) -> None:
     _number("job.limit", config.job.limit, 1)
     _number("job.window", config.job.window, 1)
+    _check_input(config)
     _number("job.report_every_s", config.job.report_every_s, 0, low_open=True)
     if config.job.report == "":
         raise ValueError("job.report='' is empty; leave the key out or give a folder.")
+
+
+def _check_input(config: Config) -> None:
+    job = config.job
+    _one_of("job.order", job.order, ("auto", "file", "prefix"))
+    _number("job.look_ahead", job.look_ahead, 1)
+    _number("job.look_ahead_mb", job.look_ahead_mb, 0, low_open=True)
+    if "" in job.more_input:
+        raise ValueError(f"job.more_input={job.more_input} has an empty name; leave it out.")
+    if job.more_input and config.input in (None, "-"):
+        raise ValueError(
+            f"job.more_input={job.more_input} is read after files that input names, and input="
+            f"{'null' if config.input is None else '-'} names none; give the first file as input."
+        )
+    if config.input == "-" and job.strict:
+        raise ValueError(
+            "job.strict=true reads every line before the first is answered, and input=- (standard input) can be read "
+            "once; write it to a file first, or leave job.strict out."
+        )
 
 
 def _one_of(name: str, value: str, choices: tuple[str, ...]) -> None:

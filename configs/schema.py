@@ -123,6 +123,11 @@ class JobConfig(Section):
     chat_template: str | None = key(None, "a file or a template text, for checkpoints without one")
     window: int = key(1024, "lines read ahead of the oldest unfinished one")
     dry_run: bool = key(False, "read and check every line, load no model")
+    more_input: list[str] = key([], "further files or patterns, read after input")
+    columns: list[str] = key([], "FIELD:COLUMN of each field to be read from a table, or from lines with other names")
+    order: str = key("auto", "auto, file (as in the input) or prefix (equal beginnings together, long answers first)")
+    look_ahead: int = key(8192, "lines that job.order=prefix rearranges at a time")
+    look_ahead_mb: float = key(32.0, "MiB of them at most; two such windows are in memory")
 
 
 @dataclass
@@ -132,7 +137,7 @@ class Config(Section):
     model: str = key("demo", "a folder, a hub id, or demo, demo-deepseek")
     revision: str | None = key(None, "branch, tag or commit of a hub id")
     tokenizer: str | None = key(None, "folder or hub id of another tokenizer than the checkpoint's")
-    input: str | None = key(None, "JSONL file of prompts; null: the demo's prompts")
+    input: str | None = key(None, "prompts: a file, a pattern like 'a/*.jsonl', - (stdin); null: the demo's prompts")
     output: str | None = key(None, "JSONL file of answers; null: NAME.answers.jsonl in the current folder")
     dtype: str = key("auto", "auto, bfloat16, float16 or float32")
     load_format: str = key("auto", "auto, safetensors or dummy (weights from engine.seed)")
