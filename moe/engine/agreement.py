@@ -28,12 +28,15 @@ class Agreement(NamedTuple):
     num_seqs: int  # sequences that wait or run, which decides what graphs are captured
     max_kv_len: int  # of decode rows; 0 where one rank decides alone
     of_all: StepOfAll | None  # for the network; None: there is no other rank
+    stop: int = 0  # not 0: some rank wants to stop, with this reason; no further step is launched
 
 
 class InStep(Protocol):
     """How a rank comes to an agreement."""
 
-    def agree(self, schedule: Schedule, *, unfinished: bool, wants_logits: bool, num_seqs: int) -> Agreement: ...
+    def agree(
+        self, schedule: Schedule, *, unfinished: bool, wants_logits: bool, num_seqs: int, stop: int = 0
+    ) -> Agreement: ...
 
     def anyone(self, answer: bool) -> bool:
         """Whether any rank says yes."""
@@ -43,8 +46,10 @@ class InStep(Protocol):
 class Alone(InStep):
     """One rank agrees with itself."""
 
-    def agree(self, schedule: Schedule, *, unfinished: bool, wants_logits: bool, num_seqs: int) -> Agreement:
-        return Agreement(unfinished, schedule.num_tokens, bool(schedule.chunks), wants_logits, num_seqs, 0, None)
+    def agree(
+        self, schedule: Schedule, *, unfinished: bool, wants_logits: bool, num_seqs: int, stop: int = 0
+    ) -> Agreement:
+        return Agreement(unfinished, schedule.num_tokens, bool(schedule.chunks), wants_logits, num_seqs, 0, None, stop)
 
     def anyone(self, answer: bool) -> bool:
         return answer
@@ -56,12 +61,14 @@ class Together(InStep):
     def __init__(self, group: ExpertGroup) -> None:
         self.group = group
 
-    def agree(self, schedule: Schedule, *, unfinished: bool, wants_logits: bool, num_seqs: int) -> Agreement:
+    def agree(
+        self, schedule: Schedule, *, unfinished: bool, wants_logits: bool, num_seqs: int, stop: int = 0
+    ) -> Agreement:
         kv_len = max((each.num_computed + 1 for each in schedule.decodes), default=0)
-        own = (unfinished, schedule.num_tokens, bool(schedule.chunks), wants_logits, num_seqs, kv_len)
-        anyone, most_rows, has_prefill, logits, most_seqs, longest = self._largest(own)
+        own = (unfinished, schedule.num_tokens, bool(schedule.chunks), wants_logits, num_seqs, kv_len, stop)
+        anyone, most_rows, has_prefill, logits, most_seqs, longest, stop = self._largest(own)
         of_all = StepOfAll(most_rows, bool(has_prefill))
-        return Agreement(bool(anyone), most_rows, bool(has_prefill), bool(logits), most_seqs, longest, of_all)
+        return Agreement(bool(anyone), most_rows, bool(has_prefill), bool(logits), most_seqs, longest, of_all, stop)
 
     def anyone(self, answer: bool) -> bool:
         return bool(self._largest((answer,))[0])

@@ -65,6 +65,7 @@ class StepError(RuntimeError):
 class Engine:
     """Continuous batching over one network, by a config that was checked. `parts` None loads what it names; `ranks` are
     then those that share the experts. `expects_more`: this rank may get requests yet, so no rank is done.
+    `stop_wanted`: why this rank wants no further step; `stopped`: what all agreed on (0: they go on).
     """
 
     def __init__(self, config: Config, *, parts: Parts | None = None, ranks: Ranks | None = None) -> None:
@@ -121,6 +122,7 @@ class Engine:
         several = parts.ranks is not None and parts.ranks.everyone.size > 1
         self.in_step: InStep = Together(parts.ranks.everyone) if parts.ranks is not None and several else Alone()
         self.expects_more = False
+        self.stop_wanted = self.stopped = 0
         self.joined = False
         self._answers: dict[str, Answer] = {}
         self._ready: list[RequestOutput] = []
@@ -251,9 +253,11 @@ class Engine:
                 unfinished=self.scheduler.has_unfinished or self.expects_more,
                 wants_logits=self.runner.wants_logits(schedule),
                 num_seqs=self.scheduler.num_unfinished,
+                stop=self.stop_wanted,
             )
-            self.joined = self.joined and agreed.unfinished
-            if not agreed.most_rows:
+            self.stopped = agreed.stop
+            self.joined = self.joined and agreed.unfinished and not agreed.stop
+            if agreed.stop or not agreed.most_rows:
                 return None
             if self.graphs is not None and agreed.num_seqs > self.graphs.num_prepared:
                 # Before the first step, and when there is more to do than ever: graphs for all that may run at a time.
