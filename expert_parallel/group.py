@@ -80,6 +80,10 @@ class ExpertGroup:
         """Rank r gets the sum over all ranks of the r-th part of x."""
         _reduce_scatter(out_XD, x_XD, group=self.process_group)
 
+    def add_up(self, x_X: Tensor) -> None:
+        """x becomes the sum over all ranks."""
+        dist.all_reduce(x_X, group=self.process_group)
+
     def gather_objects(self, own: Any) -> list[Any]:
         """One object of every rank, in rank order, through host memory. For results, not for steps."""
         everyone: list[Any] = [None] * self.size

@@ -80,6 +80,8 @@ def load_plan(path: Path, model: ModelShape, num_ranks: int) -> dict[int, Placem
             placements[layer] = _placement(layers[str(layer)], model.num_experts, num_ranks)
         except ValueError as error:
             raise _refusal(path, f"is damaged in layer {layer} ({str(error).rstrip('.')})") from None
+    if len({tuple(len(slots) for slots in placement.ranks) for placement in placements.values()}) > 1:
+        raise _refusal(path, "gives ranks other numbers of slots in one layer than in another")
     return placements
 
 

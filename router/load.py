@@ -2,12 +2,12 @@
 
 Knows layers, slots and logical experts; knows nothing of ranks or requests. A layer's dispatch has counted already: the
 offsets of its slots are running sums of rows. They are noted, and added to the sums of all steps at the end of each, in
-two launches for all layers; what they say of a slot is worked out when somebody asks.
+two launches for all layers; what they say of a slot is worked out when somebody asks, or when its expert leaves.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -16,7 +16,8 @@ from torch import Tensor
 class LoadCounter:
     """Counts for every layer of the network by its index (a layer without experts stays at zero).
 
-    `experts_of_slots`: the logical expert of each slot here, None for an empty one; left out, slot e holds expert e.
+    `experts_of_slots`: for each layer the logical expert of each slot here, None for an empty one; as many slots in
+    every layer. Left out, slot e holds expert e.
     """
 
     def __init__(
@@ -24,16 +25,21 @@ class LoadCounter:
         num_layers: int,
         num_experts: int,
         device: torch.device | str,
-        experts_of_slots: Sequence[int | None] | None = None,
+        experts_of_slots: Mapping[int, Sequence[int | None]] | None = None,
     ) -> None:
         self.num_layers = num_layers
         self.num_experts = num_experts
-        self.experts_of_slots = tuple(range(num_experts) if experts_of_slots is None else experts_of_slots)
-        num_slots = len(self.experts_of_slots)
+        if experts_of_slots is None:
+            experts_of_slots = dict.fromkeys(range(num_layers), range(num_experts))
+        self.experts_of_slots = {layer: tuple(experts) for layer, experts in experts_of_slots.items()}
+        numbers = {len(experts) for experts in self.experts_of_slots.values()}
+        assert len(numbers) == 1, f"layers with {sorted(numbers)} slots; every layer has as many"
         # Row p: the sums of the offsets of the layer that came p-th in each step.
-        self._offsets_PS1 = torch.zeros((num_layers, num_slots + 1), dtype=torch.int64, device=device)
+        self._offsets_PS1 = torch.zeros((num_layers, numbers.pop() + 1), dtype=torch.int64, device=device)
         self._layers: list[int] = []
         self._of_this_step: list[tuple[int, Tensor]] = []
+        # What slots counted for experts that have left them.
+        self._earlier_LE = torch.zeros((num_layers, num_experts), dtype=torch.int64)
 
     def start_step(self) -> None:
         """Forget what was noted of a step that ended in a fault."""
@@ -56,18 +62,32 @@ class LoadCounter:
     def snapshot(self) -> Tensor:
         """Counts so far, int64 [layers, E] on the CPU. Waits for the device."""
         counts_PS = self._offsets_PS1.cpu().diff(dim=1)
-        counts_LE = torch.zeros((self.num_layers, self.num_experts), dtype=torch.int64)
-        if not any(expert is not None for expert in self.experts_of_slots):
-            return counts_LE  # more ranks than experts
-        held = [(slot, expert) for slot, expert in enumerate(self.experts_of_slots) if expert is not None]
-        slots, experts = (torch.tensor(each, dtype=torch.int64) for each in zip(*held))
+        counts_LE = self._earlier_LE.clone()
         for row, layer in enumerate(self._layers):
-            counts_LE[layer].index_add_(0, experts, counts_PS[row, slots])
+            self._add_slots(counts_LE, layer, counts_PS[row])
         return counts_LE
+
+    def place(self, layer: int, experts: Sequence[int | None]) -> None:
+        """The slots of a layer hold other experts from now on. In place: captured graphs go on adding to the same sums.
+        Waits for the device."""
+        assert len(experts) == len(self.experts_of_slots[layer]), f"layer {layer}: the number of slots never changes"
+        if layer in self._layers:
+            sums_S1 = self._offsets_PS1[self._layers.index(layer)]
+            self._add_slots(self._earlier_LE, layer, sums_S1.cpu().diff())
+            sums_S1.zero_()
+        self.experts_of_slots[layer] = tuple(experts)
+
+    def _add_slots(self, counts_LE: Tensor, layer: int, counts_S: Tensor) -> None:
+        """An empty slot has no rows."""
+        held = [(slot, expert) for slot, expert in enumerate(self.experts_of_slots[layer]) if expert is not None]
+        if held:  # nothing where there are more ranks than experts
+            slots, experts = (torch.tensor(each, dtype=torch.int64) for each in zip(*held))
+            counts_LE[layer].index_add_(0, experts, counts_S[slots])
 
     def reset(self) -> None:
         """Back to zero, in place: captured graphs go on adding to the same sums."""
         self._offsets_PS1.zero_()
+        self._earlier_LE.zero_()
 
 
 def balancedness(counts_LX: Tensor) -> float:

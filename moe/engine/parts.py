@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -55,9 +56,9 @@ class Parts:
         return not isinstance(self.network, CausalLM) or self.network.dispatchers.decode.graph_safe
 
     @property
-    def experts_of_slots(self) -> tuple[int | None, ...] | None:
-        """The logical expert in each slot here; None: slot e holds expert e."""
-        return self.network.experts if isinstance(self.network, CausalLM) else None
+    def experts_of_slots(self) -> Mapping[int, Sequence[int | None]] | None:
+        """The logical expert in each slot here, layer by layer; None: slot e holds expert e."""
+        return self.network.layout.experts if isinstance(self.network, CausalLM) else None
 
     def buffer_bytes(self, num_tokens: int) -> int:
         """The most that travelling rows take, where each rank brings up to `num_tokens` rows to a step."""
@@ -121,9 +122,13 @@ def load_parts(config: Config, ranks: Ranks | None = None) -> Parts:
         max_model_len=max_model_len,
         mla_workspace_tokens=config.engine.mla_workspace_tokens,
         progress=LoadProgress(),
-        spread=None if ranks is None else Spread(ranks.everyone, config.parallel, config.engine.max_batched_tokens),
+        spread=None if ranks is None else _spread(config, ranks),
     )
     return Parts(network, network.config, tokenizer, dtype, device, max_model_len, name=config.model, ranks=ranks)
+
+
+def _spread(config: Config, ranks: Ranks) -> Spread:
+    return Spread(ranks.everyone, config.parallel, config.engine.max_batched_tokens, config.balance)
 
 
 def resolve_device(name: str) -> torch.device:

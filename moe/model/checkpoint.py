@@ -19,7 +19,7 @@ import logging
 import re
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -44,6 +44,7 @@ from moe.model.fp8_blocks import (
     scale_values,
 )
 from moe.model.parameter_shapes import is_expert_parameter, parameter_shapes, scale_name
+from moe.model.slot_experts import Places, SlotExperts
 from moe.model.weight_files import WeightFiles, listed
 
 logger = logging.getLogger(__name__)
@@ -98,27 +99,24 @@ class Checkpoint:
         return whole and aligned and all(self.files.tensors[rule.source].entry.dtype == FP8_DTYPE for rule in rules)
 
     def load_into(
-        self, targets: Mapping[str, Tensor], experts: Sequence[int | None], progress: Progress | None = None
+        self, targets: Mapping[str, Tensor], experts: SlotExperts, progress: Progress | None = None
     ) -> LoadReport:
         """Fills every target once. `experts[s]` is the logical expert of slot s; None: an empty slot, left alone.
 
-        Targets have the names and shapes of `parameter_shapes(config, len(experts))`, on any device, in the dtypes that
-        it fixes and else in any floating one. Files are read side by side. Logged: bfloat16 weights in float16, a tied
+        Targets have the names and shapes of `parameter_shapes(config, number of slots)`, on any device, in the dtypes
+        that it fixes and else in any floating one. Files are read side by side. Logged: bfloat16 weights in float16, a tied
         head that differs.
         """
         begin = time.perf_counter()
-        self._check_targets(targets, len(experts))
+        places = Places(experts)
+        self._check_targets(targets, places.num_slots)
         self._warn_of_float16(targets)
-        slots_of: dict[int, list[int]] = {}
-        for slot, expert in enumerate(experts):
-            if expert is not None:
-                slots_of.setdefault(expert, []).append(slot)
-        count = FillCount(targets, [slot for slots in slots_of.values() for slot in slots])
+        count = FillCount(targets, places.filled)
         by_file: dict[Path, list[WeightRule]] = {}
         for rule in self.rules:
-            if rule.expert is None or rule.expert in slots_of:
+            if rule.expert is None or rule.expert in places.slots_of(rule.target):
                 by_file.setdefault(self.files.tensors[rule.source].file, []).append(rule)
-        meter = _Meter(self._bytes_to_read(by_file, len(slots_of)), progress)
+        meter = _Meter(self._bytes_to_read(by_file, places), progress)
         stop = threading.Event()  # set by the first fault: it is told at once, not after the other files are read
 
         def load_file(file: Path) -> None:
@@ -127,7 +125,7 @@ class Checkpoint:
                     for rule in sorted(by_file[file], key=lambda rule: self.files.tensors[rule.source].entry.begin):
                         if stop.is_set():
                             return
-                        meter.add(self._load_rule(rule, readers, targets, slots_of, count))
+                        meter.add(self._load_rule(rule, readers, targets, places, count))
             except BaseException:
                 stop.set()
                 raise
@@ -149,17 +147,17 @@ class Checkpoint:
         rule: WeightRule,
         readers: _Readers,
         targets: Mapping[str, Tensor],
-        slots_of: Mapping[int, list[int]],
+        places: Places,
         count: FillCount,
     ) -> int:
         """Reads one tensor, or of a stacked one this rank's experts, into its rows; returns the bytes read."""
         target = targets[rule.target]
         if rule.stacked:
-            places: list[tuple[int | None, list[int] | None]] = [(e, slots) for e, slots in sorted(slots_of.items())]
+            parts: list[tuple[int | None, list[int] | None]] = [*sorted(places.slots_of(rule.target).items())]
         else:
-            places = [(None, None if rule.expert is None else slots_of[rule.expert])]
+            parts = [(None, None if rule.expert is None else places.slots_of(rule.target)[rule.expert])]
         num_bytes = 0
-        for index, slots in places:
+        for index, slots in parts:
             value, scale, read_bytes = self._read(rule, readers, index, target)
             num_bytes += read_bytes
             if target.dtype == FP8:
@@ -214,12 +212,13 @@ class Checkpoint:
         scale = scale_values(stored_scale, rule.scale_source).to(target.device)
         return value, scale, num_bytes + stored_scale.numel() * stored_scale.element_size()
 
-    def _bytes_to_read(self, by_file: Mapping[Path, list[WeightRule]], num_experts: int) -> int:
+    def _bytes_to_read(self, by_file: Mapping[Path, list[WeightRule]], places: Places) -> int:
         total = 0
         for rule in (rule for rules in by_file.values() for rule in rules):
             names = [rule.source] + [rule.scale_source] * (self.files.tensors[rule.source].entry.dtype == FP8_DTYPE)
             num_bytes = sum(self.files.tensors[name].entry.num_bytes for name in names)
-            total += num_bytes // rule.shape[0] * num_experts if rule.stacked else num_bytes
+            num_parts = len(places.slots_of(rule.target)) if rule.stacked else rule.shape[0]
+            total += num_bytes // rule.shape[0] * num_parts
         return total
 
     def _check_targets(self, targets: Mapping[str, Tensor], num_slots: int) -> None:

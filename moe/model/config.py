@@ -102,3 +102,8 @@ class ModelConfig:
     bos_token_id: int | None = None
     fp8_block: tuple[int, int] | None = None  # (rows, columns) of one weight scale, where weights are stored in fp8
     fp8_experts: bool = False  # whether routed experts are held, and multiplied, in fp8 (kernels/quantize.py)
+
+    @property
+    def layers_with_experts(self) -> tuple[int, ...]:
+        """Their indices."""
+        return tuple(index for index, is_sparse in enumerate(self.sparse_layers) if is_sparse)

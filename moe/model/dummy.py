@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -11,11 +11,12 @@ from torch import Tensor
 from kernels.quantize import FP8
 from moe.model.fp8_blocks import expert_blocks
 from moe.model.parameter_shapes import is_expert_parameter, scale_name
+from moe.model.slot_experts import SlotExperts, experts_in_slots
 
 _STD = 0.02
 
 
-def fill_dummy(targets: Mapping[str, Tensor], seed: int, experts: Sequence[int | None] | None = None) -> None:
+def fill_dummy(targets: Mapping[str, Tensor], seed: int, experts: SlotExperts | None = None) -> None:
     """Fills every target in place, on its own device: norms 1, the selection bias 0, all else normal with std 0.02.
 
     Experts in fp8 are those of bfloat16 quantised.
@@ -32,7 +33,8 @@ def fill_dummy(targets: Mapping[str, Tensor], seed: int, experts: Sequence[int |
         elif is_expert_parameter(name):
             if name.endswith("_scale"):
                 continue  # filled with its values
-            for slot, expert in enumerate(range(tensor.shape[0]) if experts is None else experts):
+            held = range(tensor.shape[0]) if experts is None else experts_in_slots(name, experts)
+            for slot, expert in enumerate(held):
                 if expert is None:
                     continue
                 if tensor.dtype == FP8:

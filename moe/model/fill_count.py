@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 
 from torch import Tensor
 
@@ -11,14 +11,17 @@ from moe.model.parameter_shapes import is_expert_parameter
 
 
 class FillCount:
-    """Row ranges written so far. An expert parameter counts per filled slot, any other as a whole."""
+    """Row ranges written so far. An expert parameter counts per filled slot, any other as a whole.
 
-    def __init__(self, targets: Mapping[str, Tensor], slots: Sequence[int]) -> None:
+    `slots`: the filled slots of an expert parameter, by its name.
+    """
+
+    def __init__(self, targets: Mapping[str, Tensor], slots: Callable[[str], Iterable[int]]) -> None:
         self._lock = threading.Lock()
         self._num_rows: dict[tuple[str, int | None], int] = {}
         for name, tensor in targets.items():
             if is_expert_parameter(name):
-                self._num_rows |= {(name, slot): tensor.shape[1] for slot in slots}
+                self._num_rows |= {(name, slot): tensor.shape[1] for slot in slots(name)}
             else:
                 self._num_rows[name, None] = tensor.shape[0]
         self._written: dict[tuple[str, int | None], list[tuple[int, int]]] = {place: [] for place in self._num_rows}

@@ -6,15 +6,18 @@ Everything a checkpoint can be wrong in is found before the first tensor is allo
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 
-from configs.schema import ParallelConfig
-from expert_parallel.choice import Dispatchers, automatic_row_cap, choose, make_dispatchers
+from configs.schema import BalanceConfig, ParallelConfig
+from expert_parallel.choice import automatic_row_cap, choose, make_dispatchers
 from expert_parallel.group import ExpertGroup
+from expert_parallel.layout import ExpertLayout
 from expert_parallel.placement import Placement
+from expert_parallel.plan_file import ModelShape, load_plan
 from kernels.quantize import supports_fp8
 from moe.model.causal_lm import CausalLM
 from moe.model.checkpoint import Checkpoint, Progress
@@ -22,6 +25,7 @@ from moe.model.config import ModelConfig
 from moe.model.dummy import fill_dummy
 from moe.model.families.registry import read_config
 from moe.model.linear import forbid_split_k
+from moe.model.overlap import NO_OVERLAP, choose_overlap
 
 logger = logging.getLogger(__name__)
 
@@ -31,11 +35,13 @@ QUANTIZATIONS = ("auto", "none", "fp8")
 
 @dataclass(frozen=True)
 class Spread:
-    """The ranks that share the routed experts, how rows travel, and the most rows that one brings to a step."""
+    """The ranks that share the routed experts, how rows travel, the most rows that one brings to a step, and where the
+    experts are to begin with."""
 
     group: ExpertGroup
     parallel: ParallelConfig
     max_rows: int
+    balance: BalanceConfig = field(default_factory=BalanceConfig)
 
 
 def load_model(
@@ -69,30 +75,48 @@ def load_model(
     checkpoint = checkpoint and replace(checkpoint, config=config)
     if device.type == "cuda":
         forbid_split_k()
-    num_ranks, rank = (1, 0) if spread is None else (spread.group.size, spread.group.rank)
-    placement = Placement.contiguous(config.moe.num_experts, num_ranks)
     model = CausalLM(
         config,
         dtype=dtype,
         device=device,
         max_model_len=max_model_len,
         mla_workspace_tokens=mla_workspace_tokens,
-        placement=placement,
-        rank=rank,
-        dispatchers=None if spread is None else _dispatchers(spread, placement, config, device),
+        layout=None if spread is None else _layout(spread, config, device),
+        overlap=NO_OVERLAP if spread is None else choose_overlap(spread.parallel, spread.group.size, device),
     )
     if checkpoint is None:
-        fill_dummy(model.targets(), seed, model.experts)
+        fill_dummy(model.targets(), seed, model.layout.experts)
     else:
-        report = checkpoint.load_into(model.targets(), model.experts, progress)
+        report = checkpoint.load_into(model.targets(), model.layout.experts, progress)
         logger.info("read %.1f MB of weights in %.1f s", report.num_bytes / 1e6, report.seconds)
     model.finalize()
     return model
 
 
-def _dispatchers(spread: Spread, placement: Placement, config: ModelConfig, device: torch.device) -> Dispatchers:
-    """As `parallel.*` says; the first rank tells which and why."""
+def model_shape(config: ModelConfig) -> ModelShape:
+    """What a plan of placements must agree with."""
+    return ModelShape(config.num_layers, config.moe.num_experts, config.layers_with_experts)
+
+
+def first_placements(config: ModelConfig, balance: BalanceConfig, num_ranks: int) -> Mapping[int, Placement]:
+    """Where the experts of every layer are to begin with: in order over the ranks, or where `balance.plan` says.
+
+    One rank holds each expert once, whatever `balance.redundant_experts` is.
+    """
+    if balance.plan is not None:
+        return load_plan(Path(balance.plan), model_shape(config), num_ranks)
+    redundant = balance.redundant_experts if num_ranks > 1 else 0
+    placement = Placement.contiguous(config.moe.num_experts, num_ranks, redundant)
+    return dict.fromkeys(config.layers_with_experts or (0,), placement)
+
+
+def _layout(spread: Spread, config: ModelConfig, device: torch.device) -> ExpertLayout:
+    """As `parallel.*` and `balance.*` say; the first rank tells how rows travel and why."""
     parallel, group, top_k = spread.parallel, spread.group, config.moe.rule.top_k
+    placements = first_placements(config, spread.balance, group.size)
+    placement = next(iter(placements.values()))  # as many slots in every layer
+    if group.size == 1:
+        return ExpertLayout.local(placements, group.rank, device)
     choice = choose(parallel.dispatcher, group.size, device)
     row_cap = automatic_row_cap(parallel.row_cap, group.size, top_k, spread.max_rows)
     dispatchers = make_dispatchers(
@@ -102,13 +126,15 @@ def _dispatchers(spread: Spread, placement: Placement, config: ModelConfig, devi
         top_k=top_k,
         combine="fast" if parallel.combine == "fast" else "exact",
         row_cap=row_cap,
+        fp8_rows=config.fp8_experts,
         device=device,
     )
     if group.rank == 0 and group.size > 1:
         slots = [placement.num_slots(rank) for rank in range(group.size)]
-        logger.info("%d experts on %d ranks: %s each", placement.num_experts, group.size, _from_to(slots))
+        logger.info("%d experts on %d ranks: %s slots each", placement.num_experts, group.size, _from_to(slots))
         logger.info("rows travel by %s; combine=%s, at most %d rows a round", choice, parallel.combine, row_cap)
-    return dispatchers
+        logger.info("overlap: %s (parallel.overlap=%s)", choose_overlap(parallel, group.size, device), parallel.overlap)
+    return ExpertLayout.spread(group.rank, placements, dispatchers, device)
 
 
 def _from_to(counts: list[int]) -> str:

@@ -6,6 +6,7 @@ nothing of names on disk.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -106,6 +107,11 @@ def _moe_shapes(config: ModelConfig, num_slots: int) -> dict[str, ParameterSpec]
 def is_expert_parameter(name: str) -> bool:
     """Whether the first dimension of this parameter counts expert slots. All of a slot's make one bundle."""
     return ".moe.experts." in name
+
+
+def bundle_names(layer: int, names: Iterable[str]) -> list[str]:
+    """Of `names` those of all that belongs to the expert slots of a layer: what an expert takes along."""
+    return [name for name in names if is_expert_parameter(name) and int(name.split(".")[1]) == layer]
 
 
 def scale_name(name: str) -> str:

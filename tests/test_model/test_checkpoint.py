@@ -127,7 +127,7 @@ def test_a_row_written_never_or_twice_is_noticed():
     targets = {"a.weight": torch.zeros(4, 2), "layers.0.moe.experts.w2": torch.zeros(3, 4, 2)}
 
     def count(*ranges: tuple[str, int | None, int, int]) -> FillCount:
-        counted = FillCount(targets, slots=[0, 2])
+        counted = FillCount(targets, lambda name: [0, 2])
         for written in ranges:
             counted.add(*written)
         return counted

@@ -35,7 +35,7 @@ STEPS: tuple[tuple[dict[str, Sequence[int]], ...], ...] = (
 def load(folder: Path, spread: Spread | None = None) -> CausalLM:
     options = {"max_model_len": 128, "mla_workspace_tokens": 64, "spread": spread}
     model = load_model(folder, dtype=torch.float32, device=torch.device("cpu"), **options)
-    model.load = LoadCounter(model.config.num_layers, model.config.moe.num_experts, "cpu", model.experts)
+    model.load = LoadCounter(model.config.num_layers, model.config.moe.num_experts, "cpu", model.layout.experts)
     return model
 
 

@@ -47,7 +47,7 @@ def test_a_step_that_ended_in_a_fault_is_forgotten() -> None:
 
 
 def test_slots_hold_experts_in_any_order_some_twice_some_none() -> None:
-    load = LoadCounter(num_layers=1, num_experts=3, device="cpu", experts_of_slots=[2, None, 0, 2])
+    load = LoadCounter(num_layers=1, num_experts=3, device="cpu", experts_of_slots={0: [2, None, 0, 2]})
     load.add(0, offsets(5, 7, 1, 2))
     load.end_step()
     assert load.snapshot().tolist() == [[1, 0, 7]]
