@@ -30,6 +30,7 @@ from kv_cache.pool import KVPool
 from kv_cache.prefix_cache import PrefixCache
 from moe.engine.agreement import Alone, InStep, Together
 from moe.engine.answer import Answer, logits_fault, rejection
+from moe.engine.balance import Balance, make_mover
 from moe.engine.cuda_graphs import DecodeGraphs
 from moe.engine.in_flight import InFlight
 from moe.engine.intake import Intake
@@ -84,7 +85,9 @@ class Engine:
         layout = kv_layout(parts.model, cache.block_size, parts.dtype, cache.dtype, parts.device)
         sampler = Sampler(self.vocab_size)
         places = make_places(parts.max_num_seqs(engine), -(-self.max_model_len // cache.block_size), parts.device)
-        self.plan = plan_cache(config, parts, layout, sampler, cuda_graphs=use_graphs)
+        mover = make_mover(config.balance, network, parts.ranks)
+        moving_bytes = 0 if mover is None else mover.num_bytes
+        self.plan = plan_cache(config, parts, layout, sampler, cuda_graphs=use_graphs, moving_bytes=moving_bytes)
         logger.info("%s", self.plan.table())
         pool = KVPool(layout, self.plan.num_blocks, parts.device)
         salt = (parts.name, parts.model.family, str(parts.dtype), layout.quantization)
@@ -117,6 +120,7 @@ class Engine:
             decode=parts.decode_one if parts.tokenizer is not None else None,
             graphs=self.graphs,
         )
+        self.balance = Balance(config.balance, network, parts.model, network.load, parts.ranks, mover)
         self.stats = EngineStats(kv_blocks_total=self.plan.num_blocks)
         self.watchdog = Watchdog(engine.step_timeout_s)
         several = parts.ranks is not None and parts.ranks.everyone.size > 1
@@ -218,7 +222,15 @@ class Engine:
             counts_LE = load.snapshot()
             self.stats.expert_counts = counts_LE.tolist()
             self.stats.expert_balance = balancedness(counts_LE) if bool(counts_LE.any()) else None
+        balance = self.balance
+        self.stats.rebalances, self.stats.balance_seconds = balance.num_rebalances, balance.seconds
+        self.stats.experts_moved = balance.experts_moved
         return self.stats
+
+    def conclude(self) -> None:
+        """After the last step, on every rank: the files of `balance.*` that were asked for."""
+        if self._failure is None:
+            self.balance.conclude()
 
     def close(self) -> None:
         """End the watchdog's thread. Closing twice is fine."""
@@ -259,6 +271,8 @@ class Engine:
             self.joined = self.joined and agreed.unfinished and not agreed.stop
             if agreed.stop or not agreed.most_rows:
                 return None
+            self._enter("balance")
+            self.balance.before_step()
             if self.graphs is not None and agreed.num_seqs > self.graphs.num_prepared:
                 # Before the first step, and when there is more to do than ever: graphs for all that may run at a time.
                 self._enter("capture")

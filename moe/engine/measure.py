@@ -21,8 +21,11 @@ from moe.engine.scheduler import PROMPT_LOGIT_ROWS
 from moe.model.step_input import DecodeBatch, PrefillBatch, StepInput
 
 
-def plan_cache(config: Config, parts: Parts, layout: KVLayout, sampler: Sampler, *, cuda_graphs: bool) -> MemoryPlan:
-    """Measure what weights and steps take, and decide how many blocks the cache gets."""
+def plan_cache(
+    config: Config, parts: Parts, layout: KVLayout, sampler: Sampler, *, cuda_graphs: bool, moving_bytes: int = 0
+) -> MemoryPlan:
+    """Measure what weights and steps take, and decide how many blocks the cache gets. `moving_bytes` are held already,
+    for experts that move between ranks."""
     memory = measure_memory(
         parts.network,
         sampler,
@@ -35,7 +38,12 @@ def plan_cache(config: Config, parts: Parts, layout: KVLayout, sampler: Sampler,
     )
     return plan_memory(
         layout,
-        replace(memory, buffers=parts.buffer_bytes(config.engine.max_batched_tokens)),
+        replace(
+            memory,
+            workspace=max(memory.workspace - moving_bytes, 0),  # on a GPU they were found among the working space
+            buffers=parts.buffer_bytes(config.engine.max_batched_tokens),
+            moving=moving_bytes,
+        ),
         num_blocks=config.cache.num_blocks,
         memory_fraction=config.cache.memory_fraction,
         cpu_gb=config.cache.cpu_gb,

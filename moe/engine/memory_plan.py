@@ -27,6 +27,7 @@ class MemoryPlan:
     max_model_len: int
     chosen_by: str  # the key that set num_blocks
     buffer_bytes: int = 0  # of rows that travel between ranks
+    moving_bytes: int = 0  # of experts that move between ranks
 
     @property
     def kv_bytes(self) -> int:
@@ -42,11 +43,14 @@ class MemoryPlan:
         rows = [("weights", _gib(self.weight_bytes)), ("workspace", _gib(self.workspace_bytes))]
         if self.buffer_bytes:
             rows.append(("rows between ranks", _gib(self.buffer_bytes)))
+        if self.moving_bytes:
+            rows.append(("experts between ranks", _gib(self.moving_bytes)))
         if self.total_bytes is not None:
             rows.append(("others on the device", _gib(self.other_bytes)))
         rows.append(("KV cache", _gib(self.kv_bytes)))
         if self.total_bytes is not None:
-            used = self.weight_bytes + self.workspace_bytes + self.buffer_bytes + self.other_bytes + self.kv_bytes
+            used = self.weight_bytes + self.workspace_bytes + self.buffer_bytes + self.moving_bytes
+            used += self.other_bytes + self.kv_bytes
             left = self.total_bytes - used
             rows += [("left free", _gib(left)), ("total", _gib(self.total_bytes))]
         lines = [f"memory on {self.device}"]
@@ -74,11 +78,12 @@ class DeviceMemory:
     workspace: int
     other: int = 0
     buffers: int = 0
+    moving: int = 0
 
     @property
     def taken(self) -> int:
         """All that is no KV cache."""
-        return self.weights + self.workspace + self.other + self.buffers
+        return self.weights + self.workspace + self.other + self.buffers + self.moving
 
 
 def plan_memory(
@@ -123,6 +128,7 @@ def plan_memory(
         max_model_len=max_model_len,
         chosen_by=by,
         buffer_bytes=memory.buffers,
+        moving_bytes=memory.moving,
     )
 
 
@@ -135,7 +141,7 @@ def _no_room(layout: KVLayout, memory: DeviceMemory, by: str) -> str:
     return (
         f"{by} leaves no room for a KV block on {memory.name}: of {_gib(memory.total)}, "
         f"weights take {_gib(memory.weights)}, workspace {_gib(memory.workspace)}, "
-        f"others {_gib(memory.other)}{_buffers(memory)}; raise cache.memory_fraction, lower "
+        f"others {_gib(memory.other)}{_buffers(memory)}{_moving(memory)}; raise cache.memory_fraction, lower "
         "engine.max_batched_tokens, or add GPU memory."
     )
 
@@ -153,6 +159,10 @@ def _check_room(layout: KVLayout, memory: DeviceMemory, num_blocks: int) -> None
 
 def _buffers(memory: DeviceMemory) -> str:
     return f", rows between ranks {_gib(memory.buffers)} (parallel.row_cap bounds them)" if memory.buffers else ""
+
+
+def _moving(memory: DeviceMemory) -> str:
+    return f", experts between ranks {_gib(memory.moving)} (balance.buffer_mb bounds them)" if memory.moving else ""
 
 
 def _gib(num_bytes: int) -> str:

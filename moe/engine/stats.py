@@ -8,7 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from moe.engine.latency import Latencies
+from router.load import balancedness
 
 # Times to first token kept for the median: enough to be steady, small enough for a job of any size.
 KEPT_TIMES = 10_000
@@ -42,6 +45,10 @@ class EngineStats:
     # Filled by Engine.count_experts, which waits for the device.
     expert_counts: list[list[int]] = field(default_factory=list)  # tokens per layer and logical expert
     expert_balance: float | None = None  # mean over max of them, averaged over sparse layers: 1 is even
+    rank_balance: float | None = None  # the same of ranks, of the rows that each worked on; None: one rank
+    rebalances: int = 0  # looks after which experts moved
+    experts_moved: int = 0  # arrivals of an expert in a slot of a layer
+    balance_seconds: float = 0.0  # that looking and moving took between steps
 
     def reset(self) -> None:
         """Begin again, in place; the size of the cache stays."""
@@ -51,15 +58,19 @@ class EngineStats:
     @classmethod
     def of_ranks(cls, ranks: Sequence[EngineStats]) -> EngineStats:
         """All ranks together: counts are added up; steps, which they take together, and times are the largest."""
-        whole = cls(steps=max(each.steps for each in ranks), step_seconds=max(each.step_seconds for each in ranks))
+        together = ("steps", "step_seconds", "rebalances", "balance_seconds")
+        whole = cls(**{name: max(getattr(each, name) for each in ranks) for name in together})
         for name in cls.__dataclass_fields__:
-            if isinstance(getattr(whole, name), int) and name != "steps":
+            if isinstance(getattr(whole, name), int) and name not in together:
                 setattr(whole, name, sum(getattr(each, name) for each in ranks))
         for each in ranks:
             whole.ttft_seconds.extend(each.ttft_seconds)
             whole.latencies.merge(each.latencies)
         layers = zip(*(each.expert_counts for each in ranks), strict=True)
         whole.expert_counts = [[sum(counts) for counts in zip(*of_layer, strict=True)] for of_layer in layers]
+        if len(ranks) > 1 and any(map(sum, whole.expert_counts)):
+            rows_NL = [[sum(counts) for counts in each.expert_counts] for each in ranks]
+            whole.rank_balance = balancedness(torch.tensor(rows_NL).T)
         return whole
 
     @property
