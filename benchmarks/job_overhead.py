@@ -1,0 +1,206 @@
+"""What the job around the engine costs, with an engine that only hands out answers.
+
+    python benchmarks/job_overhead.py lines=200000 repeat=5
+
+Time per line is the processor time of a whole job, all threads, less that of the same engine without a job; so a busy
+machine changes little. Memory is read while it runs. Passes take turns, each in a fresh process; the median counts.
+`parts=true` names the functions that take the time.
+
+Keys: lines, line_bytes (of the prompt), answer_tokens, form (plain or openai), repeat, parts, folder (where files are
+made; a temporary one by default). The figures go to the screen as a table and as one line of JSON.
+"""
+
+from __future__ import annotations
+
+import cProfile
+import io
+import json
+import pstats
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))  # a script's own folder is all that Python puts there
+
+from configs.checks import freeze  # noqa: E402
+from configs.schema import Config  # noqa: E402
+from moe.batch.answers import AnswerFile  # noqa: E402
+from moe.batch.job import Job  # noqa: E402
+from moe.batch.report import Progress  # noqa: E402
+from moe.engine.request import CompletionOutput, Request, RequestOutput  # noqa: E402
+from moe.engine.stats import EngineStats  # noqa: E402
+
+AT_A_TIME = 256  # answers that the stub has in progress
+SAMPLES = 40  # readings of memory over a job
+DEFAULTS = {
+    "lines": 100_000,
+    "line_bytes": 400,
+    "answer_tokens": 100,
+    "form": "plain",
+    "repeat": 3,
+    "parts": False,
+    "folder": "",
+    "only": "",
+}
+
+
+class StubTokenizer:
+    """Encodes nothing: every prompt is the same ids."""
+
+    generation_defaults: Mapping[str, Any] = {}
+
+    def __init__(self) -> None:
+        self._ids = list(range(64))
+
+    def encode_prompt(self, text: str) -> list[int]:
+        return self._ids
+
+    def render_chat(self, messages: Sequence[Mapping[str, Any]], tools: Any = None, **options: Any) -> list[int]:
+        return self._ids
+
+
+class StubEngine:
+    """Every step ends the eldest AT_A_TIME requests, all with the same text."""
+
+    def __init__(self, answer_tokens: int) -> None:
+        self.stats = EngineStats(kv_blocks_total=1024)
+        self._waiting: dict[str, Request] = {}
+        self._ids = list(range(answer_tokens))
+        self._text = "word " * answer_tokens
+
+    def add_request(self, request: Request) -> None:
+        self._waiting[request.request_id] = request
+
+    def step(self) -> list[RequestOutput]:
+        self.stats.steps += 1
+        ended = list(self._waiting.values())[:AT_A_TIME]
+        outputs = []
+        for request in ended:
+            del self._waiting[request.request_id]
+            answer = CompletionOutput(0, self._text, self._ids, "stop")
+            outputs.append(RequestOutput(request.request_id, None, request.prompt_token_ids, [answer], finished=True))
+        self.stats.output_tokens += len(outputs) * len(self._ids)
+        return outputs
+
+
+def write_input(path: Path, options: Mapping[str, Any]) -> None:
+    """Lines that differ in their id and the beginning of their prompt."""
+    filler = "lorem ipsum " * (options["line_bytes"] // 12 + 1)
+    with path.open("w", encoding="utf-8") as file:
+        for number in range(options["lines"]):
+            prompt = f"{number} {filler}"[: options["line_bytes"]]
+            record: dict[str, Any] = {"id": f"line-{number}", "prompt": prompt, "max_tokens": 100}
+            if options["form"] == "openai":
+                body = {"model": "stub", "messages": [{"role": "user", "content": prompt}], "max_tokens": 100}
+                url = "/v1/chat/completions"
+                record = {"custom_id": f"line-{number}", "method": "POST", "url": url, "body": body}
+            file.write(json.dumps(record) + "\n")
+
+
+def bare_seconds(options: Mapping[str, Any]) -> float:
+    """The stub alone: making requests, and handing out answers."""
+    engine, ids = StubEngine(options["answer_tokens"]), StubTokenizer().encode_prompt("")
+    begin = time.process_time()
+    for start in range(0, options["lines"], AT_A_TIME):
+        for number in range(start, min(start + AT_A_TIME, options["lines"])):
+            engine.add_request(Request(f"line-{number}", ids))
+        engine.step()
+    return time.process_time() - begin
+
+
+def run_job(source: Path, output: Path, options: Mapping[str, Any]) -> dict[str, Any]:
+    """One job in this process: its seconds, and resident MiB over its course."""
+    config = Config()
+    config.input, config.output, config.job.overwrite = str(source), str(output), True
+    freeze(config)
+    memory: list[float] = []
+    every = max(options["lines"] // SAMPLES, 1)
+
+    def look(progress: Progress) -> None:
+        if progress.lines_done >= every * len(memory):
+            memory.append(resident_mib())
+
+    with AnswerFile.open(output, overwrite=True) as answers:
+        job = Job(config, StubEngine(options["answer_tokens"]), StubTokenizer(), "stub")
+        begin, wall = time.process_time(), time.perf_counter()
+        job.run(source, answers, look)
+    seconds, wall = time.process_time() - begin, time.perf_counter() - wall
+    written = sum(1 for _ in output.open("rb"))
+    assert written == options["lines"], f"{written} records of {options['lines']} lines"
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    # The first readings are of a job that fills its window.
+    settled = memory[len(memory) // 5]
+    return {"seconds": seconds, "wall": wall, "settled_mib": settled, "end_mib": memory[-1], "peak_mib": peak}
+
+
+def resident_mib() -> float:
+    """Of this process, now."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * resource.getpagesize() / 2**20
+
+
+def in_fresh_process(options: Mapping[str, Any], **changed: Any) -> dict[str, Any]:
+    """One pass in a process of its own."""
+    words = [f"{name}={value}" for name, value in (options | changed).items()]
+    done = subprocess.run([sys.executable, __file__, *words], capture_output=True, text=True, check=True)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def show_parts(source: Path, output: Path, options: Mapping[str, Any]) -> None:
+    """The functions that take the time. The profiler's own cost makes calls look dearer than they are."""
+    profile = cProfile.Profile()
+    profile.runcall(run_job, source, output, options)
+    text = io.StringIO()
+    pstats.Stats(profile, stream=text).sort_stats("tottime").print_stats(25)
+    print(text.getvalue())
+
+
+def main(words: Sequence[str]) -> None:
+    options: dict[str, Any] = dict(DEFAULTS)
+    for word in words:
+        name, _, value = word.partition("=")
+        if name not in options:
+            raise SystemExit(f"{word}: the keys are {', '.join(DEFAULTS)}")
+        kind = type(DEFAULTS[name])
+        options[name] = value.lower() == "true" if kind is bool else kind(value)
+    with tempfile.TemporaryDirectory(dir=options["folder"] or None) as folder:
+        source, output = Path(folder, "in.jsonl"), Path(folder, "out.jsonl")
+        if options["only"] == "bare":
+            print(json.dumps({"seconds": bare_seconds(options)}))
+            return
+        write_input(source, options)
+        if options["only"] == "job":
+            print(json.dumps(run_job(source, output, options)))
+            return
+        if options["parts"]:
+            show_parts(source, output, options)
+    jobs, bares = [], []
+    for _ in range(options["repeat"]):
+        jobs.append(in_fresh_process(options, only="job", parts=False))
+        bares.append(in_fresh_process(options, only="bare", parts=False)["seconds"])
+    per_line = [(job["seconds"] - bare) / options["lines"] * 1e6 for job, bare in zip(jobs, bares, strict=True)]
+    result = {
+        **{name: options[name] for name in ("lines", "line_bytes", "answer_tokens", "form", "repeat")},
+        "us_per_line": statistics.median(per_line),
+        "us_per_line_least": min(per_line),
+        "us_per_line_most": max(per_line),
+        "wall_us_per_line": statistics.median(job["wall"] for job in jobs) / options["lines"] * 1e6,
+        "stub_us_per_line": statistics.median(bares) / options["lines"] * 1e6,
+        "settled_mib": statistics.median(job["settled_mib"] for job in jobs),
+        "end_mib": statistics.median(job["end_mib"] for job in jobs),
+        "peak_mib": statistics.median(job["peak_mib"] for job in jobs),
+    }
+    for name, value in result.items():
+        print(f"{name:<20}{value:>14.2f}" if isinstance(value, float) else f"{name:<20}{value:>14}")
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
