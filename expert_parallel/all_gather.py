@@ -47,6 +47,7 @@ class AllGatherDispatcher(GroupDispatcher):
 
     graph_safe: bool = True
     equal_rows: bool = True
+    two_open: bool = True
 
     def _prepare(self) -> None:
         # J of each rank, and how many rows of one token come home from the ranks before it.

@@ -41,6 +41,8 @@ class AllToAllDispatcher(GroupDispatcher):
     """`GroupDispatcher` with exact sizes. row_cap bounds the pairs a rank receives for its experts, and those that come
     home to it."""
 
+    two_open: bool = True
+
     def _prepare(self) -> None:
         self._ranks_N = torch.arange(self.group.size, dtype=torch.int32, device=self.device)
         self._slots_S = torch.arange(max(self.num_slots, 1), dtype=torch.int32, device=self.device)

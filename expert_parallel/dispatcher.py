@@ -41,11 +41,16 @@ class Dispatcher(Protocol):
     `graph_safe`: no host sync and no shape that depends on the routing. `row_cap`: the most rows of any buffer of a
     round, (token, expert) pairs included; at least ranks x K; None for any number. `rows_once`: whether a token that
     goes to several experts of one rank arrives there once (per_rank) or once for each (per_expert). `equal_rows`:
-    whether all ranks must bring equally many rows; who has fewer fills up with rows whose ids are -1.
+    whether all ranks must bring equally many rows; who has fewer fills up with rows whose ids are -1. `two_open`:
+    whether a second dispatch may come, on another stream, before what the first gave is combined.
     """
 
     @property
     def equal_rows(self) -> bool:
+        return False
+
+    @property
+    def two_open(self) -> bool:
         return False
 
     @property
@@ -94,6 +99,7 @@ class LocalDispatcher(Dispatcher):
     """
 
     graph_safe: bool = True
+    two_open: bool = True
     row_cap: int | None = None
     rows_once: Literal["per_rank", "per_expert"] = "per_rank"
 

@@ -5,6 +5,8 @@ The first norm of a layer belongs to the layer before it, whose last launch take
 
 from __future__ import annotations
 
+from collections.abc import Generator
+
 from torch import Tensor
 
 from expert_parallel.choice import Dispatchers
@@ -27,7 +29,7 @@ class Block:
         config: ModelConfig,
         index: int,
         parameters: Parameters,
-        dispatchers: Dispatchers,
+        dispatchers: Dispatchers | None,
         cos_sin_PR: Tensor,
         workspace: MLAWorkspace | None,
     ) -> None:
@@ -41,16 +43,29 @@ class Block:
             self.attention = MLAttention(config, index, parameters, cos_sin_PR, workspace)
         self.mlp: MoELayer | DenseMLP
         if config.sparse_layers[index]:
+            assert dispatchers is not None, f"layer {index} has experts and no dispatchers"
             self.mlp = MoELayer(config.moe, index, parameters, dispatchers)
         else:
             self.mlp = DenseMLP(parameters[f"{name}.mlp.gate_up.weight"], parameters.linear(f"{name}.mlp.down"))
 
-    def __call__(
+    def stages(
         self, y_TD: Tensor, residual_TD: Tensor, plan: StepPlan, kv_cache: LayerCache, next_norm: Norm
-    ) -> tuple[Tensor, Tensor]:
-        """(rows normalised by `attn_norm`, residual) in, (rows normalised by `next_norm`, residual) out."""
-        y_TD = self.attention(y_TD, plan, kv_cache)
-        y_TD, residual_TD = rmsnorm_residual(y_TD, residual_TD, *self.mlp_norm)
+    ) -> Generator[None, None, tuple[Tensor, Tensor]]:
+        """(rows normalised by `attn_norm`, residual) in, (rows normalised by `next_norm`, residual) out.
+
+        Four stages (see overlap.py), with or without rows; where there are no experts, two of them are empty.
+        """
+        num_tokens = y_TD.shape[0]
+        if num_tokens:
+            y_TD = self.attention(y_TD, plan, kv_cache)
+            y_TD, residual_TD = rmsnorm_residual(y_TD, residual_TD, *self.mlp_norm)
         if isinstance(self.mlp, MoELayer):
-            return self.mlp(y_TD, residual_TD, next_norm, plan)
-        return rmsnorm_residual(self.mlp(y_TD, plan.all_rows_2), residual_TD, *next_norm)
+            y_TD, residual_TD = yield from self.mlp.stages(y_TD, residual_TD, next_norm, plan)
+        else:
+            yield
+            yield
+            if num_tokens:
+                y_TD, residual_TD = rmsnorm_residual(self.mlp(y_TD, plan.all_rows_2), residual_TD, *next_norm)
+            yield
+        yield
+        return y_TD, residual_TD

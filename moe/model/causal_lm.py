@@ -10,29 +10,31 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from expert_parallel.choice import Dispatchers
+from expert_parallel.layout import ExpertLayout
 from expert_parallel.placement import Placement
 from kernels.rmsnorm import Norm
 from kv_cache.layout import LayerCache
 from moe.model.block import Block
 from moe.model.config import MLAConfig, ModelConfig
 from moe.model.embedding import Embedding, Head
-from moe.model.layer import MoELayer
+from moe.model.half_steps import split_step
 from moe.model.linear import Parameters
 from moe.model.mla import MLAttention, MLAWorkspace
+from moe.model.overlap import NO_OVERLAP, Overlap, SideStream, Stages, run_halves, run_through
 from moe.model.parameter_shapes import parameter_shapes
 from moe.model.rope_table import rope_table
 from moe.model.step_input import StepInput
-from moe.model.step_plan import StepPlan, plan_step
+from moe.model.step_plan import HalfLoads, StepPlan, plan_step
 from router.load import LoadCounter
 
 
 class CausalLM:
     """A decoder with its parameters allocated but not filled: load into `targets()`, then call `finalize()`.
 
-    `placement` and `rank` say which experts are held here, `dispatchers` how rows reach the others; left out, all are
-    here. `max_model_len` is the longest sequence the engine admits: the rope table is exactly that long. `load` counts
-    the rows of each expert once it is set: LoadCounter(config.num_layers, config.moe.num_experts, device, experts).
+    `layout` says which experts of each layer are held here and how rows reach the others; left out, all are here.
+    `overlap`: what runs meanwhile. `max_model_len` is the longest sequence the engine admits: the rope table is exactly
+    that long. `load` counts the rows of each expert once it is set: LoadCounter(config.num_layers,
+    config.moe.num_experts, device, experts).
     `products` says after `finalize` which implementation each linear shape uses.
     """
 
@@ -44,16 +46,17 @@ class CausalLM:
         device: torch.device,
         max_model_len: int,
         mla_workspace_tokens: int,
-        placement: Placement | None = None,
-        rank: int = 0,
-        dispatchers: Dispatchers | None = None,
+        layout: ExpertLayout | None = None,
+        overlap: Overlap = NO_OVERLAP,
     ) -> None:
         self.config = config
         self.dtype = dtype
         self.device = device
         self.max_model_len = max_model_len
-        self.placement = placement or Placement.contiguous(config.moe.num_experts, num_ranks=1)
-        self.experts = self.placement.experts_of(rank)
+        if layout is None:
+            whole = Placement.contiguous(config.moe.num_experts, num_ranks=1)
+            layout = ExpertLayout.local(dict.fromkeys(config.layers_with_experts or (0,), whole), 0, device)
+        self.layout = layout
         self.load: LoadCounter | None = None
         self.products: dict[str, str] = {}
         self.mla_workspace_tokens: int | None = None
@@ -65,20 +68,22 @@ class CausalLM:
         self.parameters = Parameters(
             {
                 name: torch.empty(spec.shape, dtype=spec.dtype(dtype), device=device)
-                for name, spec in parameter_shapes(config, len(self.experts)).items()
+                for name, spec in parameter_shapes(config, layout.num_slots).items()
             }
         )
-        self.dispatchers = dispatchers or Dispatchers.local(self.placement, rank, device)
+        self.dispatchers = next(iter(layout.dispatchers.values()))  # of one layer for all: they share their buffers
+        self.overlap = overlap
+        self.side = SideStream(device)
         self.embedding = Embedding(self.parameters["embed.weight"])
         self.blocks = [
-            Block(config, index, self.parameters, self.dispatchers, self.cos_sin_PR, workspace)
+            Block(config, index, self.parameters, layout.dispatchers.get(index), self.cos_sin_PR, workspace)
             for index in range(config.num_layers)
         ]
         self.norm = Norm(self.parameters["norm.weight"], config.norm_eps)
         self.head = Head(self.parameters["embed.weight" if config.tie_embeddings else "lm_head.weight"])
 
     def targets(self) -> dict[str, Tensor]:
-        """Every tensor to fill, by our name, each once. Expert tensors hold the experts `self.experts`, in order."""
+        """Every tensor to fill, by our name, each once. Those of experts hold the experts `self.layout.experts`."""
         return self.parameters.tensors
 
     def finalize(self) -> None:
@@ -102,36 +107,51 @@ class CausalLM:
     @torch.no_grad()
     def hidden(self, step: StepInput, kv_caches: Sequence[LayerCache]) -> Tensor:
         """x_TD after the last norm, every row."""
-        plan = self._plan(step, kv_caches)
-        if plan.load is not None:
-            plan.load.start_step()
-        next_norms = [*(block.attn_norm for block in self.blocks[1:]), self.norm]
-        if step.token_ids_T.shape[0]:
-            y_TD = self._all_layers(step, plan, kv_caches, next_norms)
+        self._check(step)
+        if self.load is not None:
+            self.load.start_step()
+        page_size = kv_caches[0].values.shape[-2 if self.mla_workspace_tokens is not None else -3]
+        if self._splits(step):
+            y_TD = self._in_halves(step, page_size, kv_caches)
         else:
-            y_TD = self._sparse_layers(plan, next_norms)
-        if plan.load is not None:
-            plan.load.end_step()
+            beside = self.side if self.overlap.shared else None
+            plan = plan_step(step, page_size, self.mla_workspace_tokens, self.load, beside)
+            y_TD = run_through(self._stages(plan, kv_caches))
+        if self.load is not None:
+            self.load.end_step()
         return y_TD
 
-    def _all_layers(
-        self, step: StepInput, plan: StepPlan, kv_caches: Sequence[LayerCache], next_norms: Sequence[Norm]
-    ) -> Tensor:
-        y_TD, residual_TD = self.embedding(step.token_ids_T, self.blocks[0].attn_norm)
+    def _splits(self, step: StepInput) -> bool:
+        """The same on all ranks: it decides in which order they dispatch."""
+        halves_from = self.overlap.halves_from
+        dispatcher = self.dispatchers.prefill if step.any_prefill else self.dispatchers.decode
+        return halves_from is not None and step.most_rows >= halves_from and dispatcher.two_open
+
+    def _in_halves(self, step: StepInput, page_size: int, kv_caches: Sequence[LayerCache]) -> Tensor:
+        loads = HalfLoads()
+        first, second = (
+            self._stages(plan_step(half, page_size, self.mla_workspace_tokens, loads), kv_caches)
+            for half in split_step(step)
+        )
+        y_TD = torch.cat(run_halves(first, second, len(self.blocks), self.side))
+        if self.load is not None:
+            loads.tell(self.load)
+        return y_TD
+
+    def _stages(self, plan: StepPlan, kv_caches: Sequence[LayerCache]) -> Stages:
+        """All layers. Of a rank without rows the experts alone work, for the rows of others."""
+        if plan.step.token_ids_T.shape[0]:
+            y_TD, residual_TD = self.embedding(plan.step.token_ids_T, self.blocks[0].attn_norm)
+        else:
+            y_TD = torch.empty((0, self.config.hidden_size), dtype=self.dtype, device=self.device)
+            residual_TD = y_TD
+        next_norms = [*(block.attn_norm for block in self.blocks[1:]), self.norm]
         for block, kv_cache, next_norm in zip(self.blocks, kv_caches, next_norms, strict=True):
-            y_TD, residual_TD = block(y_TD, residual_TD, plan, kv_cache, next_norm)
+            y_TD, residual_TD = yield from block.stages(y_TD, residual_TD, plan, kv_cache, next_norm)
         return y_TD
 
-    def _sparse_layers(self, plan: StepPlan, next_norms: Sequence[Norm]) -> Tensor:
-        """A rank without rows: its experts work for the rows of others, which need nothing else of it."""
-        x_0D = torch.empty((0, self.config.hidden_size), dtype=self.dtype, device=self.device)
-        for block, next_norm in zip(self.blocks, next_norms, strict=True):
-            if isinstance(block.mlp, MoELayer):
-                block.mlp(x_0D, x_0D, next_norm, plan)
-        return x_0D
-
-    def _plan(self, step: StepInput, kv_caches: Sequence[LayerCache]) -> StepPlan:
-        """Checks on the host what a kernel could only read out of bounds, then plans the step."""
+    def _check(self, step: StepInput) -> None:
+        """On the host, what a kernel could only read out of bounds."""
         longest = max(
             step.decode.max_kv_len if step.decode is not None else 0,
             max(step.prefill.kv_lens_host) if step.prefill is not None else 0,
@@ -143,5 +163,3 @@ class CausalLM:
         assert self.load is None or (self.load.num_layers, self.load.num_experts) == wanted, (
             f"the load counter is for {self.load.num_layers} layers of {self.load.num_experts} experts, not {wanted}"
         )
-        page_size = kv_caches[0].values.shape[-2 if self.mla_workspace_tokens is not None else -3]
-        return plan_step(step, page_size, self.mla_workspace_tokens, self.load)

@@ -6,14 +6,16 @@ for the device and no shape depends on the routing.
 
 from __future__ import annotations
 
+from collections.abc import Generator
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from expert_parallel.choice import Dispatchers
-from expert_parallel.dispatcher import Dispatcher
 from expert_parallel.rounds import rounds
-from kernels.rmsnorm import Norm, rmsnorm_residual
+from kernels.rmsnorm import Norm
 from kernels.routing import Routing
 from moe.model.config import MoEConfig
 from moe.model.experts import DenseMLP, make_experts
@@ -37,53 +39,64 @@ class MoELayer:
             down = parameters.linear(f"{name}.shared.down")
             self.shared = DenseMLP(parameters[f"{name}.shared.gate_up.weight"], down)
 
-    def __call__(self, x_TD: Tensor, residual_TD: Tensor, norm: Norm, plan: StepPlan) -> tuple[Tensor, Tensor]:
+    def stages(
+        self, x_TD: Tensor, residual_TD: Tensor, norm: Norm, plan: StepPlan
+    ) -> Generator[None, None, tuple[Tensor, Tensor]]:
         """(normalised rows, new residual): the norm that follows the layer comes with the combine.
 
-        Rows that `step.real_T` calls padding go to no expert.
+        Rows that `step.real_T` calls padding go to no expert. Stops before dispatch, experts and combine (of the first
+        round, which is mostly the only one): there another half of the step may go on.
         """
+        num_tokens = x_TD.shape[0]
         routing = self.gate(x_TD, plan.step.real_T)
         dispatcher = self.dispatchers.prefill if plan.step.any_prefill else self.dispatchers.decode
-        if dispatcher.equal_rows and x_TD.shape[0] < plan.step.most_rows:
-            return self._filled_up(dispatcher, x_TD, routing, residual_TD, norm, plan)
-        shared_TD: Tensor | None = None
+        shared, shared_TD = self.shared, None
+        if shared is not None and plan.beside is not None:
+            plan.beside.fork()
+            with plan.beside.use():
+                shared_TD = shared(x_TD, plan.all_rows_2)
+        yield
+        fill = max(plan.step.most_rows - num_tokens, 0) if dispatcher.equal_rows else 0
+        filled = _Rows(x_TD, *routing, residual_TD) if not fill else _filled_up(x_TD, routing, residual_TD, fill)
         parts: list[tuple[Tensor, Tensor]] = []
         offsets: list[Tensor] = []
-        for rows, inputs in rounds(dispatcher, x_TD, *routing):
+        for rows, inputs in rounds(dispatcher, filled.x_TD, filled.expert_ids_TK, filled.weights_TK):
+            if not parts:
+                yield
             y_RD = self.experts(inputs)
-            if self.shared is not None and shared_TD is None:
-                shared_TD = self.shared(x_TD, plan.all_rows_2)
+            if not parts:
+                if plan.beside is not None:
+                    plan.beside.join()
+                elif shared is not None:
+                    shared_TD = shared(x_TD, plan.all_rows_2)
+                if shared_TD is not None and fill:
+                    shared_TD = F.pad(shared_TD, (0, 0, 0, fill))
+                yield
             # Shared rows are unscaled: the routed scale belongs to the router's weights.
-            shared = None if shared_TD is None else shared_TD[rows]
-            parts.append(dispatcher.combine_norm(y_RD, inputs.handle, residual_TD[rows], norm, shared))
+            added_TD = None if shared_TD is None else shared_TD[rows]
+            parts.append(dispatcher.combine_norm(y_RD, inputs.handle, filled.residual_TD[rows], norm, added_TD))
             offsets.append(inputs.offsets_S1)
         self._count(offsets, plan)
-        if len(parts) == 1:
-            return parts[0]
-        y_TD, new_residual_TD = (torch.cat(each) for each in zip(*parts, strict=True))
-        return y_TD, new_residual_TD
-
-    def _filled_up(
-        self, dispatcher: Dispatcher, x_TD: Tensor, routing: Routing, residual_TD: Tensor, norm: Norm, plan: StepPlan
-    ) -> tuple[Tensor, Tensor]:
-        """The same where all ranks must bring equally many rows: with rows that go to no expert, and are dropped."""
-        num_tokens = x_TD.shape[0]
-        fill = (0, 0, 0, plan.step.most_rows - num_tokens)
-        ids_TK, weights_TK = F.pad(routing.expert_ids_TK, fill, value=-1), F.pad(routing.weights_TK, fill)
-        parts: list[Tensor] = []
-        offsets: list[Tensor] = []
-        for _, inputs in rounds(dispatcher, F.pad(x_TD, fill), ids_TK, weights_TK):
-            parts.append(dispatcher.combine(self.experts(inputs), inputs.handle))
-            offsets.append(inputs.offsets_S1)
-        self._count(offsets, plan)
-        out_TD = torch.cat(parts)[:num_tokens]
-        if not num_tokens:
-            return out_TD, residual_TD
-        if self.shared is not None:
-            out_TD += self.shared(x_TD, plan.all_rows_2)
-        return rmsnorm_residual(out_TD, residual_TD, *norm)
+        y_TD, new_residual_TD = parts[0] if len(parts) == 1 else (torch.cat(each) for each in zip(*parts, strict=True))
+        return (y_TD, new_residual_TD) if not fill else (y_TD[:num_tokens], new_residual_TD[:num_tokens])
 
     def _count(self, offsets: list[Tensor], plan: StepPlan) -> None:
         """Offsets are running sums of rows, and so is their sum over the rounds."""
         if plan.load is not None:
             plan.load.add(self.index, sum(offsets[1:], offsets[0]))
+
+
+class _Rows(NamedTuple):
+    """What a layer has for each row."""
+
+    x_TD: Tensor
+    expert_ids_TK: Tensor
+    weights_TK: Tensor
+    residual_TD: Tensor
+
+
+def _filled_up(x_TD: Tensor, routing: Routing, residual_TD: Tensor, fill: int) -> _Rows:
+    """For dispatchers to which all ranks bring equally many rows: `fill` more that go to no expert, and are dropped."""
+    below = (0, 0, 0, fill)
+    ids_TK = F.pad(routing.expert_ids_TK, below, value=-1)
+    return _Rows(F.pad(x_TD, below), ids_TK, F.pad(routing.weights_TK, below), F.pad(residual_TD, below))

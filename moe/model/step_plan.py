@@ -14,13 +14,14 @@ So which keys are summed together depends on their positions alone, not on the b
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from kernels.checks import cdiv
+from moe.model.overlap import SideStream
 from moe.model.step_input import PrefillBatch, StepInput
-from router.load import LoadCounter
 
 # Keys of one sequence in one round: long enough that merging costs little, a multiple of every attention tile.
 ROUND_TOKENS = 4096
@@ -48,6 +49,27 @@ class MLARound:
     row_starts_B1: Tensor  # workspace rows of each sequence
 
 
+class LayerLoads(Protocol):
+    """Takes note of how many rows each slot of a layer got: int32 [S + 1], as `ExpertInput.offsets_S1`."""
+
+    def add(self, layer_index: int, offsets_S1: Tensor) -> None: ...
+
+
+class HalfLoads(LayerLoads):
+    """What two halves of a step dispatched, until both are done: then it is one step's."""
+
+    def __init__(self) -> None:
+        self._offsets: dict[int, list[Tensor]] = {}
+
+    def add(self, layer_index: int, offsets_S1: Tensor) -> None:
+        self._offsets.setdefault(layer_index, []).append(offsets_S1)
+
+    def tell(self, whole: LayerLoads) -> None:
+        """Offsets are running sums of rows, and so is their sum."""
+        for layer_index, (first_S1, second_S1) in self._offsets.items():
+            whole.add(layer_index, first_S1 + second_S1)
+
+
 @dataclass(frozen=True)
 class StepPlan:
     """The step's tensors and what all layers share."""
@@ -55,10 +77,17 @@ class StepPlan:
     step: StepInput
     all_rows_2: Tensor  # int32 (0, T)
     mla_rounds: tuple[MLARound, ...]
-    load: LoadCounter | None
+    load: LayerLoads | None
+    beside: SideStream | None = None  # shared experts run there while rows travel; None: in their turn
 
 
-def plan_step(step: StepInput, page_size: int, mla_workspace_tokens: int | None, load: LoadCounter | None) -> StepPlan:
+def plan_step(
+    step: StepInput,
+    page_size: int,
+    mla_workspace_tokens: int | None,
+    load: LayerLoads | None,
+    beside: SideStream | None = None,
+) -> StepPlan:
     """`mla_workspace_tokens` is None for networks whose prefill reads the cache as it is."""
     num_tokens, device = step.token_ids_T.shape[0], step.token_ids_T.device
     rounds: tuple[MLARound, ...] = ()
@@ -68,7 +97,7 @@ def plan_step(step: StepInput, page_size: int, mla_workspace_tokens: int | None,
     all_rows_2 = torch.arange(0, 2 * max(num_tokens, 1), max(num_tokens, 1), dtype=torch.int32, device=device)
     if not num_tokens:
         all_rows_2.zero_()
-    return StepPlan(step, all_rows_2, rounds, load)
+    return StepPlan(step, all_rows_2, rounds, load, beside)
 
 
 def round_length(page_size: int, workspace_tokens: int) -> int:
@@ -86,7 +115,7 @@ def plan_mla_rounds(prefill: PrefillBatch, page_size: int, workspace_tokens: int
     """All rounds of one step, in the order in which their results are merged."""
     length = round_length(page_size, workspace_tokens)
     capacity = workspace_tokens // page_size * page_size
-    upload = _Upload()
+    upload = Upload()
     drafts = [
         _draft(prefill, upload, index, first, keys, page_size, length)
         for index in range(cdiv(max(prefill.kv_lens_host), length))
@@ -121,7 +150,7 @@ def _groups(keys: list[int], page_size: int, capacity: int) -> list[tuple[int, l
     return groups
 
 
-class _Upload:
+class Upload:
     """Many small int32 lists, copied to the device as one."""
 
     def __init__(self) -> None:
@@ -178,14 +207,14 @@ class _Draft:
 
 
 def _draft(
-    prefill: PrefillBatch, upload: _Upload, index: int, first: int, keys: list[int], page_size: int, length: int
+    prefill: PrefillBatch, upload: Upload, index: int, first: int, keys: list[int], page_size: int, length: int
 ) -> _Draft:
     """One round of the sequences first .. first + len(keys), its lists noted in `upload`."""
     last = first + len(keys)
     query_lens = prefill.query_lens_host[first:last]
     row_start = sum(prefill.query_lens_host[:first])
     pages = [cdiv(count, page_size) for count in keys]
-    row_starts = _starts([count * page_size for count in pages])
+    row_starts = starts_of([count * page_size for count in pages])
     tables = [
         row // page_size + page if page < count else 0
         for row, count in zip(row_starts, pages)
@@ -204,14 +233,14 @@ def _draft(
         max_kv_len=max(keys),
         max_pages=max(pages),
         tables=upload.add(tables),
-        query_starts=upload.add(_starts(list(query_lens))),
+        query_starts=upload.add(starts_of(list(query_lens))),
         kv_starts=upload.add(kv_starts),
         kv_lens=upload.add(keys),
         row_starts=upload.add(row_starts),
     )
 
 
-def _starts(lengths: list[int]) -> list[int]:
+def starts_of(lengths: list[int]) -> list[int]:
     """[0, l0, l0 + l1, ...]"""
     starts = [0]
     for length in lengths:
