@@ -11,9 +11,10 @@ from typing import NamedTuple
 from configs.schema import Config, Section
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
-CACHE_DTYPES = (*DTYPES, "fp8")
+CACHE_DTYPES = (*DTYPES, "fp8", "fp8-layer", "int4")
 QUANTIZATIONS = ("auto", "none", "fp8")
 OVERLAPS = ("auto", "none", "shared", "halves")
+RESUMES = ("auto", "require", "never", "force", "true", "false")
 DISPATCHERS = ("auto", "local", "all_to_all", "all_gather")
 
 
@@ -132,6 +133,13 @@ def _check_cache(config: Config) -> None:
             f"parallel.overlap_rows={config.parallel.overlap_rows} says from where steps are split in halves, which "
             f"parallel.overlap={config.parallel.overlap} never does; leave it out, or give parallel.overlap=halves."
         )
+    if cache.scales == "":
+        raise ValueError("cache.scales='' is empty; leave the key out or give a JSON file.")
+    if cache.scales is not None and cache.dtype != "fp8-layer":
+        raise ValueError(
+            f"cache.scales={cache.scales} has no effect with cache.dtype={cache.dtype}; use cache.dtype=fp8-layer or leave "
+            "the scales out."
+        )
     if cache.block_size & (cache.block_size - 1):
         raise ValueError(f"cache.block_size={cache.block_size} is no power of two; 16 suits most checkpoints, 64 MLA.")
 
@@ -165,7 +173,14 @@ def _check_balance(config: Config) -> None:
 
 def _check_job(config: Config) -> None:
     _number("job.limit", config.job.limit, 1)
-    _number("job.window", config.job.window, 1)
+    _one_of("job.resume", config.job.resume, RESUMES)
+    _number("job.max_errors", config.job.max_errors, 0)
+    _number("job.line_timeout_s", config.job.line_timeout_s, 0, low_open=True)
+    _number("job.shards", config.job.shards, 1, 99_999)
+    if config.job.retry_errors and config.job.resume_mode == "never":
+        raise ValueError(
+            "job.retry_errors=true is about an unfinished run, which job.resume=never does not go on with; leave one out."
+        )
     _check_input(config)
     _number("job.report_every_s", config.job.report_every_s, 0, low_open=True)
     if config.job.report == "":

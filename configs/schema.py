@@ -76,7 +76,8 @@ class CacheConfig(Section):
 
     block_size: int = key(16, "token positions of one block")
     num_blocks: int | None = key(None, "null: from memory_fraction (GPU) or cpu_gb (CPU)")
-    dtype: str = key("auto", "auto: the model's dtype; fp8: half the bytes, each row with a scale of its own")
+    dtype: str = key("auto", "auto: the model's; fp8 (a scale a row), fp8-layer (scales given), int4 (a quarter)")
+    scales: str | None = key(None, "fp8-layer: JSON file of each layer's scales; null: the checkpoint's own, else 1.0")
     prefix_caching: bool = key(True, "reuse the blocks of equal prompt beginnings")
     memory_fraction: float = key(0.9, "share of the GPU's memory that weights, buffers and cache may use together")
     cpu_gb: float = key(1.0, "GiB of cache on the CPU")
@@ -116,18 +117,27 @@ class JobConfig(Section):
 
     strict: bool = key(False, "check every line first; a bad one stops the job before the model is loaded")
     limit: int | None = key(None, "only the first so many lines")
-    overwrite: bool = key(False, "replace an output file that exists")
+    resume: str = key("auto", "an unfinished run: auto (go on), require, never, or force (though settings differ)")
+    retry_errors: bool = key(False, "a run that goes on tries lines with error records again")
+    overwrite: bool = key(False, "replace an output that exists, and an unfinished run of other settings")
+    max_errors: int | None = key(None, "stop when more lines than so many have failed")
+    line_timeout_s: float | None = key(None, "a line that is in the engine for longer gets an error record")
+    shards: int = key(1, "files of the output, NAME-00001-of-0000N, of equally many lines each")
     report: str | None = key(None, "a folder for report.html, metrics.json and metrics.prom; made if need be")
     report_every_s: float = key(60.0, "write them again so often while the job runs")
     quiet: bool = key(False, "print nothing but warnings and errors")
     chat_template: str | None = key(None, "a file or a template text, for checkpoints without one")
-    window: int = key(1024, "lines read ahead of the oldest unfinished one")
     dry_run: bool = key(False, "read and check every line, load no model")
     more_input: list[str] = key([], "further files or patterns, read after input")
     columns: list[str] = key([], "FIELD:COLUMN of each field to be read from a table, or from lines with other names")
     order: str = key("auto", "auto, file (as in the input) or prefix (equal beginnings together, long answers first)")
     look_ahead: int = key(8192, "lines that job.order=prefix rearranges at a time")
     look_ahead_mb: float = key(32.0, "MiB of them at most; two such windows are in memory")
+
+    @property
+    def resume_mode(self) -> str:
+        """`resume`, with its two short forms written out."""
+        return {"true": "auto", "false": "never"}.get(self.resume, self.resume)
 
 
 @dataclass
@@ -138,7 +148,7 @@ class Config(Section):
     revision: str | None = key(None, "branch, tag or commit of a hub id")
     tokenizer: str | None = key(None, "folder or hub id of another tokenizer than the checkpoint's")
     input: str | None = key(None, "prompts: a file, a pattern like 'a/*.jsonl', - (stdin); null: the demo's prompts")
-    output: str | None = key(None, "JSONL file of answers; null: NAME.answers.jsonl in the current folder")
+    output: str | None = key(None, "file of answers, JSONL or .parquet; null: NAME.answers.jsonl in the current folder")
     dtype: str = key("auto", "auto, bfloat16, float16 or float32")
     load_format: str = key("auto", "auto, safetensors or dummy (weights from engine.seed)")
     quantization: str = key("auto", "routed experts: auto (as stored), fp8 (in blocks of 128 x 128) or none (in dtype)")

@@ -1,20 +1,23 @@
 """The main job: a file of prompts in, a file of answers out. `python -m launch.generate`, alone or under torchrun.
 
-Exit codes: 0 every line answered; 1 a fault; 2 a wrong command line, config or file; 3 done, but some lines failed;
-130 stopped by the keyboard.
+Exit codes: 0 every line answered; 1 the job failed; 2 a wrong command line, config or file; 3 done, but some lines
+failed; 130 and 143 stopped by SIGINT (Ctrl-C) and SIGTERM. After 1, 130 and 143 the same command goes on.
 """
 
 from __future__ import annotations
 
-import json
+import signal
+
+if __name__ == "__main__":
+    # Until the job has handlers of its own, Ctrl-C ends the imports below without a traceback.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
 import logging
 import os
-import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import torch
 from omegaconf import OmegaConf
 from rich.console import Console
 
@@ -22,18 +25,20 @@ from configs.schema import Config
 from configs.torchrun import rank_environment
 from expert_parallel.faults import end_process
 from launch.command_line import compose_config, help_text, parse
-from launch.console import ProgressView, print_report, set_up_logging, set_up_rank_logging
-from launch.rank_run import answer_in_ranks
-from moe.batch.answers import AnswerFile
-from moe.batch.job import Job, JobFiles, bad_lines, job_files
+from launch.console import print_report, set_up_logging, set_up_rank_logging
+from launch.crew import Several, Single
+from launch.job_run import JobEnd, JobRun
+from launch.stop_signals import Interrupted, StopSignals, signal_name
+from moe.batch.job import TOO_MANY_ERRORS
+from moe.batch.job_files import JobFiles, job_files
 from moe.batch.lines import Line, read_lines
-from moe.batch.rank_job import part_of
-from moe.batch.report import JobReport, Progress
-from moe.engine.engine import Engine
+from moe.batch.monitor import Monitor
+from moe.batch.records import bad_lines
+from moe.batch.report import JobReport
+from moe.batch.resume import unfinished
 from moe.engine.team import Team
-from moe.version import __version__
 
-OK, FAULT, USAGE, SOME_FAILED, INTERRUPTED = 0, 1, 2, 3, 130
+OK, FAULT, USAGE, SOME_FAILED, BY_SIGNAL = 0, 1, 2, 3, 128
 SHOWN_BAD_LINES = 10
 SHOWN_ANSWERS = 3
 
@@ -53,16 +58,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         if line.show_config:
             print(OmegaConf.to_yaml(OmegaConf.structured(config)), end="")
             return OK
-        return _run(config, words, rank_environment())
+        with StopSignals(echoes="TORCHELASTIC_RUN_ID" in os.environ, speaks=rank == 0) as stop:
+            return _run(config, words, rank_environment(), stop)
     except ValueError as error:
         if rank == 0:
             print(f"error: {error}", file=sys.stderr)
         return USAGE
-    except KeyboardInterrupt:
-        return INTERRUPTED
+    except Interrupted as stopped:
+        if rank == 0:
+            print(f"stopped by {signal_name(stopped.number)}", file=sys.stderr)
+        return BY_SIGNAL + stopped.number
 
 
-def _run(config: Config, words: Sequence[str], environment: Mapping[str, str] | None) -> int:
+def _run(config: Config, words: Sequence[str], environment: Mapping[str, str] | None, stop: StopSignals) -> int:
     """Everything after the command line is understood. ValueError: wrong before the first step. `environment`: what
     torchrun says of this rank, where there are several."""
     console = Console(stderr=True)
@@ -75,114 +83,99 @@ def _run(config: Config, words: Sequence[str], environment: Mapping[str, str] | 
             return USAGE
         if config.job.dry_run:
             return code
-    if environment is not None:
-        return _answer_in_ranks(config, files, environment, console, words)
-    with AnswerFile.open(files.output, overwrite=files.overwrite) as answers:
-        engine = Engine(config)
-        try:
-            return _answer(config, files, engine, answers, console, words)
-        finally:
-            engine.close()
-
-
-def _answer(
-    config: Config, files: JobFiles, engine: Engine, answers: AnswerFile, console: Console, words: Sequence[str]
-) -> int:
-    """Run the job on a loaded engine and say how it went."""
-    if engine.tokenizer is not None and engine.tokenizer.generation_defaults:
-        defaults = ", ".join(f"{name}={value}" for name, value in engine.tokenizer.generation_defaults.items())
-        logger.info(
-            "chats take %s from the checkpoint's generation_config where neither line nor key says more", defaults
-        )
-    logger.info("answering %s into %s", files.input, files.output)
-    job = Job(config, engine, engine.tokenizer, config.model)
+    if environment is not None and not files.source.rereadable:
+        raise ValueError("input=- is read once, by one rank; give a file, or start one rank.")
+    team = None if environment is None else Team(config, environment, logger.info)
+    crew = Single() if team is None else Several(team.ranks)
+    monitor = Monitor(config, words, rank=rank)
+    job = JobRun(config, files, crew, monitor, stop)
     try:
-        with ProgressView(console) as view:
-
-            def show(progress: Progress) -> None:
-                view.update(progress, running=len(engine.scheduler.running), waiting=len(engine.scheduler.waiting))
-
-            job.run(files.input, answers, show)
-    except KeyboardInterrupt:
-        print(f"stopped; {job.lines_written} records are whole in {files.output}", file=sys.stderr)
-        return INTERRUPTED
-    except Exception as error:
-        if not (isinstance(error, OSError) and error.filename == str(files.output)):
-            logger.exception("the job met a fault")
-        print(f"error: {error}\n{job.lines_written} records are whole in {files.output}", file=sys.stderr)
-        return FAULT
-    report = JobReport.of(
-        engine.count_experts(),
-        model=config.model,
-        device=_device_name(engine.parts.device),
-        answered=job.lines_read - job.lines_failed,
-        failed=job.lines_failed,
-        seconds=job.seconds,
-    )
-    return _conclude(config, files, report, words)
-
-
-def _answer_in_ranks(
-    config: Config, files: JobFiles, environment: Mapping[str, str], console: Console, words: Sequence[str]
-) -> int:
-    """This rank's part of the job; the first rank says how all of it went."""
-    team = Team(config, environment, logger.info)
-    try:
-        whole = answer_in_ranks(config, files, team, console)
-        code = SOME_FAILED if whole.lines_failed else OK
-        if team.rank == 0:
-            report = JobReport.of(
-                whole.stats,
-                model=config.model,
-                device=f"{team.size} x {_device_name(team.ranks.device)}",
-                answered=whole.lines_read - whole.lines_failed,
-                failed=whole.lines_failed,
-                seconds=whole.seconds,
-            )
-            code = _conclude(config, files, report, words)
-        team.close()
-        return code
+        end = job.run(console, restarted=os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0")
+        if team is not None:
+            team.close()
     except (Exception, KeyboardInterrupt) as error:
+        return _report_fault(error, team, files, job)
+    return _conclude(config, files, end, monitor) if rank == 0 else _code_of(end)
+
+
+def _report_fault(error: BaseException, team: Team | None, files: JobFiles, job: JobRun) -> int:
+    """Say what ended the job, on which rank, and how to go on."""
+    told, own, where = str(error), True, ""
+    if team is not None:
         told = team.abandon(error)
         own = told.startswith(f"rank {team.rank}:")
-        if own and not isinstance(error, ValueError | KeyboardInterrupt):
-            logger.exception("rank %d met a fault", team.rank)
-        print(f"error on rank {team.rank}: {'' if own else 'ended by '}{told}", file=sys.stderr)
+        where = f" on rank {team.rank}"
+    known = isinstance(error, ValueError | KeyboardInterrupt | OSError)  # their texts say it all
+    if own and not known:
+        logger.exception("the job met a fault%s", where)
+    print(f"error{where}: {'' if own else 'ended by '}{told}", file=sys.stderr)
+    if team is None or team.rank == 0:
+        _say_how_to_go_on(files, job.num_done)
+    if isinstance(error, KeyboardInterrupt):
+        return BY_SIGNAL + (error.number if isinstance(error, Interrupted) else signal.SIGINT)
+    return USAGE if own and isinstance(error, ValueError) else FAULT
+
+
+def _say_how_to_go_on(files: JobFiles, num_done: int) -> None:
+    if unfinished(files.run):
         print(
-            f"records are whole in {part_of(files.output, team.rank).parent}/{files.output.name}.rank-*",
+            f"{num_done:,} records are whole in {files.run.base}.journal-*; the same command goes on from there",
             file=sys.stderr,
         )
-        if isinstance(error, KeyboardInterrupt):
-            return INTERRUPTED
-        return USAGE if own and isinstance(error, ValueError) else FAULT
 
 
-def _conclude(config: Config, files: JobFiles, report: JobReport, words: Sequence[str]) -> int:
-    """Say how the job went, on the screen and in job.report."""
-    if config.input is None and files.output.is_file():
+def _conclude(config: Config, files: JobFiles, end: JobEnd, monitor: Monitor) -> int:
+    """Say how the job went, on the screen and in its report."""
+    code = _code_of(end)
+    if end.whole is not None:
+        print(
+            f"nothing to do: {files.output} is complete, {end.whole.lines:,} lines, {end.whole.failed:,} of them with "
+            "an error record (job.overwrite=true makes it again)"
+        )
+        return code
+    report = end.report
+    assert report is not None, "a job that was not complete before has a report"
+    if end.stopped:
+        _say_stop(config, files, end, report)
+        monitor.finish(report, outcome="stopped")
+        return code
+    if config.input is None and files.output.suffix == ".jsonl" and files.output.is_file():
         _show_answers(files.output)
     print_report(Console(), report)
-    print(f"answers: {files.output}")
-    if files.report is not None:
-        command = shlex.join(["python", "-m", "launch.generate", *words])
-        record = {"version": __version__, "command": command, "output": str(files.output), **report.as_dict()}
-        try:
-            files.report.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-        except OSError as error:
-            print(f"error: job.report={files.report} cannot be written: {error.strerror}", file=sys.stderr)
-            return FAULT
-    return SOME_FAILED if report.failed else OK
+    print(f"answers: {', '.join(str(files.run.shown(final)) for final in files.run.finals)}")
+    monitor.finish(report, outcome="some failed" if report.failed else "complete")
+    return code
+
+
+def _say_stop(config: Config, files: JobFiles, end: JobEnd, report: JobReport) -> None:
+    if end.stopped == TOO_MANY_ERRORS:
+        print(
+            f"error: {report.failed:,} lines failed, more than job.max_errors={config.job.max_errors}; raise it, or "
+            "mend what fails and give job.retry_errors=true",
+            file=sys.stderr,
+        )
+    else:
+        print(f"stopped by {signal_name(end.stopped)}", file=sys.stderr)
+    _say_how_to_go_on(files, report.lines)
+
+
+def _code_of(end: JobEnd) -> int:
+    """The exit code of a job that came to an end of its own or by a stop."""
+    if end.stopped:
+        return FAULT if end.stopped == TOO_MANY_ERRORS else BY_SIGNAL + end.stopped
+    failed = end.whole.failed if end.whole is not None else end.report.failed if end.report is not None else 0
+    return SOME_FAILED if failed else OK
 
 
 def _check_lines(config: Config, files: JobFiles, *, silent: bool) -> int:
     """Read every line and print what is wrong with it, unless another rank does; no model is loaded."""
     num_lines = num_bad = 0
-    for number, reason in bad_lines(files.input, config.job.limit, config.sampling):
+    for line, reason in bad_lines(files.source.lines(config.job.limit), config.sampling):
         num_lines += 1
         if reason is not None:
             num_bad += 1
             if num_bad <= SHOWN_BAD_LINES and not silent:
-                print(f"{files.input}:{number}: {reason}", file=sys.stderr)
+                print(f"{line.origin or f'{files.source.name}:{line.number}'}: {reason}", file=sys.stderr)
     if num_bad > SHOWN_BAD_LINES and not silent:
         print(f"... and {num_bad - SHOWN_BAD_LINES} more", file=sys.stderr)
     if not silent:
@@ -198,13 +191,9 @@ def _show_answers(path: Path) -> None:
                 print(f"{line.record['id']}: {line.record['text']}")
 
 
-def _device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-
-
 if __name__ == "__main__":
     exit_code = main()
-    if exit_code in (FAULT, USAGE, INTERRUPTED) and rank_environment() is not None:
+    if exit_code not in (OK, SOME_FAILED) and rank_environment() is not None:
         # Ending in order would wait for collectives with ranks that are gone.
         end_process("", exit_code)
     sys.exit(exit_code)

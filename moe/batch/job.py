@@ -1,35 +1,56 @@
-"""A whole job: lines of a file through the engine, one record for each, in the order of the input.
+"""A job on one rank: lines through the engine, a record of each to the journal as soon as it is finished.
 
-Knows lines, records and two calls of an engine (add a request, take a step); knows nothing of command lines or models.
+Knows lines, records and a few calls of an engine; knows nothing of command lines, models or where the output lies. What
+is in memory is what runs and a little that waits, however old the oldest unfinished line is. A line that cannot be run
+is one error record.
 
-At most `job.window` lines are between the reader and the file at a time: read, being answered, or answered and waiting
-for an earlier one. So memory does not grow with the file. A line that cannot be run is one error record.
+Of several ranks each has a job of its own, and all take steps together until none has a line left: see agreement.py
+of the engine. `stop` ends them in the same step.
 """
 
 from __future__ import annotations
 
-import os
 import time
-from collections import deque
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
-from configs.schema import Config, SamplingConfig
-from moe.batch.answers import AnswerFile
-from moe.batch.lines import BadLine, Line, dump_line, read_lines
-from moe.batch.openai import is_openai, openai_answer, openai_error, parse_openai
-from moe.batch.plain import parse_plain, plain_answer, plain_error, plain_id
+from configs.schema import Config
+from moe.batch.ledger import line_digest
+from moe.batch.lines import BadLine, InputFault, Line, dump_line
+from moe.batch.monitor import ErrorNote
 from moe.batch.protocol import LineError, LineRequest, resolve_params
+from moe.batch.records import (
+    BAD_REQUEST,
+    FAILED,
+    INVALID,
+    SERVER_FAULT,
+    TIMED_OUT,
+    TIMEOUT,
+    answer_record,
+    error_record,
+    fault_of,
+    line_id,
+    parse,
+)
 from moe.batch.report import Progress
 from moe.engine.request import Request, RequestOutput
 from moe.engine.stats import EngineStats
 
-DEMO_PROMPTS = Path(__file__).resolve().parent.parent / "demo" / "prompts.jsonl"
-INVALID, FAILED = "invalid_line", "request_failed"
-# Of OpenAI records: clients send a line again after the second, not after the first.
-BAD_REQUEST, SERVER_FAULT = 400, 500
+FIRST_LINES = 8
+"""Of several ranks: lines that one may take in its first step; after that as many as it has running. All ranks take in
+turns, step by step, so that a short file is dealt out and a long one fills every rank within a few steps."""
+
+BACKLOG_PARTS = 16
+"""Lines are taken while less than this part of the engine's places is taken and waits: some, since prompts are admitted
+together (scheduler.py), but what waits takes memory."""
+
+LOOK_UP_LINES = 1024
+"""Lines that one rank alone may take between two steps: a file of bad lines is left for a moment too."""
+
+TOO_MANY_ERRORS = 1
+"""Why a job stopped; other reasons are the numbers of signals, which are larger."""
 
 
 class BatchTokenizer(Protocol):
@@ -52,175 +73,172 @@ class BatchTokenizer(Protocol):
 
 
 class BatchEngine(Protocol):
-    """What a job asks of an engine. A request that cannot run comes back from `step` with its `error` set."""
+    """What a job asks of an engine. A request that cannot run comes back from `step` with its `error` set.
+
+    `expects_more`, `stop_wanted`: set by the job, heard by all ranks in the next step; `stopped`: what they agreed on.
+    """
 
     stats: EngineStats
+    expects_more: bool
+    stop_wanted: int
+    stopped: int
+
+    @property
+    def has_unfinished(self) -> bool: ...
+
+    @property
+    def joined(self) -> bool: ...
+
+    @property
+    def num_waiting(self) -> int: ...
+
+    @property
+    def max_num_seqs(self) -> int: ...
+
+    def join(self) -> None: ...
 
     def add_request(self, request: Request) -> None: ...
+
+    def abort(self, request_id: str) -> bool: ...
 
     def step(self) -> list[RequestOutput]: ...
 
 
-@dataclass(frozen=True)
-class JobFiles:
-    """Where lines come from and answers go. The demo's own output is replaced without asking."""
+class Journal(Protocol):
+    """Where finished records go."""
 
-    input: Path
-    output: Path
-    overwrite: bool
-    report: Path | None = None
+    def append(self, number: int, digest: int, record: bytes, kind: str = ...) -> None: ...
 
 
 @dataclass
-class _Slot:
-    """One line between reader and file; `record` is set once it is finished."""
+class _Running:
+    """A line in the engine."""
 
-    number: int
-    line: LineRequest | None
-    num_top: int = 0  # likeliest tokens asked for at each position
-    record: bytes | None = None
-    failed: bool = False
-
-
-def job_files(config: Config) -> JobFiles:
-    """The job's files, checked as far as names go, and that the input can be read. ValueError where one is wrong."""
-    source = DEMO_PROMPTS if config.input is None else Path(config.input)
-    _check_input(source)
-    if config.output is not None:
-        output = Path(config.output)
-    else:
-        output = Path(f"{'demo' if config.input is None else source.stem}.answers.jsonl")
-    if os.path.isdir(output):
-        raise ValueError(f"output={output} is a folder; give the name of a file in it.")
-    if _is_same(output, source):
-        raise ValueError(f"output={output} is the input file; answers would destroy the prompts. Give another name.")
-    report = None if config.job.report is None else Path(config.job.report)
-    if report is not None:
-        if os.path.isdir(report) or not os.path.isdir(report.absolute().parent):
-            raise ValueError(f"job.report={report} cannot be written: it must be a file in a folder that exists.")
-        for key, other in (("input", source), ("output", output)):
-            if _is_same(report, other):
-                raise ValueError(f"job.report={report} is the {key} file, which it would destroy; give another name.")
-    overwrite = config.job.overwrite or (config.input is None and config.output is None)
-    return JobFiles(source, output, overwrite, report)
-
-
-def _check_input(path: Path) -> None:
-    # Not Path's methods: they raise where the system refuses the very question (a name too long, a closed folder).
-    if os.path.exists(path) and not os.path.isfile(path):
-        what = "is a folder" if os.path.isdir(path) else "is a pipe or a device, but it may be read twice"
-        raise ValueError(f"input={path} {what}; give a JSONL file of prompts.")
-    try:
-        path.open("rb").close()
-    except FileNotFoundError:
-        raise ValueError(f"input={path} does not exist; give a JSONL file of prompts.") from None
-    except OSError as error:
-        raise ValueError(f"input={path} cannot be read: {error.strerror}; give a JSONL file of prompts.") from error
-
-
-def _is_same(path: Path, other: Path) -> bool:
-    """Whether two names mean one file, which need not exist yet."""
-    if os.path.exists(path) and os.path.exists(other):
-        return os.path.samefile(path, other)
-    return os.path.realpath(path) == os.path.realpath(other)
-
-
-def parse(line: Line | BadLine) -> LineRequest:
-    """Understand a line of either form; LineError with the reason otherwise."""
-    if isinstance(line, BadLine):
-        raise LineError(line.reason)
-    return (parse_openai if is_openai(line.record) else parse_plain)(line.number, line.record)
-
-
-def error_record(line: Line | BadLine, kind: str, message: str) -> dict[str, Any]:
-    """The error record of a line, in the form that the line has."""
-    record = line.record
-    if record is None:
-        return plain_error(None, line.number, kind, message)
-    if is_openai(record):
-        return openai_error(record.get("custom_id"), line.number, kind, message, status=BAD_REQUEST)
-    return plain_error(plain_id(line.number, record), line.number, kind, message)
-
-
-def bad_lines(path: Path, limit: int | None, sampling: SamplingConfig) -> Iterator[tuple[int, str | None]]:
-    """Every line's number, and the reason why it cannot be run or None: all that can be known without a model."""
-    with path.open("rb") as file:
-        for line in read_lines(file, limit):
-            try:
-                resolve_params(parse(line), sampling, {})
-                yield line.number, None
-            except LineError as error:
-                yield line.number, str(error)
+    source: Line | BadLine
+    line: LineRequest
+    num_top: int  # likeliest tokens asked for at each position
+    deadline: float
+    timed_out: bool = False
 
 
 class Job:
-    """One run of a file through an engine; `run` does it all."""
+    """One run of lines through an engine; `run` does it all.
 
-    def __init__(self, config: Config, engine: BatchEngine, tokenizer: BatchTokenizer | None, model: str) -> None:
+    `errors` counts error records by kind. `stopped`: why it ended before its lines did; 0: it did not.
+    `count_errors` adds to the errors of all ranks and returns their number.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        engine: BatchEngine,
+        tokenizer: BatchTokenizer | None,
+        model: str,
+        *,
+        on_error: Callable[[ErrorNote], None] = lambda note: None,
+        count_errors: Callable[[int], int] | None = None,
+    ) -> None:
         self._config = config
         self._engine = engine
         self._tokenizer = tokenizer
         self._model = model
-        self._slots: deque[_Slot] = deque()
-        self._running: dict[str, _Slot] = {}
+        self._on_error = on_error
+        self._count_errors = count_errors
+        self._running: dict[str, _Running] = {}
+        self._more = True  # of the lines
+        self._input_fault: InputFault | None = None
+        self._several = False  # ranks
+        self._lines_left = self._tokens_left = 0  # of what may be taken before the next step
+        self.errors: Counter[str] = Counter()
         self.lines_read = 0
-        self.lines_failed = 0
         self.lines_written = 0
+        self.stopped = 0
         self.seconds = 0.0
 
-    def run(self, source: Path, answers: AnswerFile, on_step: Callable[[Progress], None] | None = None) -> None:
-        """Answer every line. Records are written in input order, each flushed; a fault of the engine propagates."""
+    @property
+    def lines_failed(self) -> int:
+        return self.errors.total()
+
+    def run(
+        self,
+        lines: Iterator[Line | BadLine],
+        journal: Journal,
+        on_step: Callable[[Progress], None] | None = None,
+        stop: Callable[[], int] = lambda: 0,
+    ) -> None:
+        """Answer every line, or those up to a stop, which `stop` asks for with its reason. A fault of the engine, the
+        input or the journal propagates; what was finished before is in the journal."""
         begin = time.monotonic()
-        answers.begin()
-        with source.open("rb") as file:
-            lines = read_lines(file, self._config.job.limit)
-            while self._fill(lines) or self._slots:
-                if self._running:
-                    self._step()
-                self._write(answers)
-                self.seconds = time.monotonic() - begin
-                if on_step is not None:
-                    on_step(self._progress())
+        engine, self._journal = self._engine, journal
+        engine.expects_more = True
+        engine.join()
+        self._several = engine.joined
+        while True:
+            self._fill(lines)
+            if not self._running and not engine.has_unfinished:
+                if not self._more:
+                    break
+            else:
+                self._end_late_lines()
+                for result in engine.step():
+                    if result.finished:
+                        self._finish(self._running.pop(result.request_id), result)
+            self.seconds = time.monotonic() - begin
+            if on_step is not None:
+                on_step(self._progress())
+            engine.stop_wanted = engine.stop_wanted or stop()
+            self.stopped = engine.stopped if self._several else engine.stop_wanted
+            if self.stopped:
+                return
+        if self._input_fault is not None:
+            raise self._input_fault
 
-    def _step(self) -> None:
-        for result in self._engine.step():
-            if result.finished:
-                self._finish(self._running.pop(result.request_id), result)
-
-    def _fill(self, lines: Iterator[Line | BadLine]) -> bool:
-        """Read lines until the window is full. Whether any was read."""
-        before = self.lines_read
-        while (
-            len(self._slots) < self._config.job.window and self._has_room() and (line := next(lines, None)) is not None
-        ):
+    def _fill(self, lines: Iterator[Line | BadLine]) -> None:
+        """Hand lines to the engine while it has room for more. What the input says of its own fault waits until the
+        lines before it are answered."""
+        self._lines_left = max(FIRST_LINES, len(self._running)) if self._several else LOOK_UP_LINES
+        self._tokens_left = self._config.engine.max_batched_tokens
+        while self._more and self._has_room():
+            try:
+                line = next(lines, None)
+            except InputFault as error:
+                self._input_fault, line = error, None
+            if line is None:
+                self._more = self._engine.expects_more = False
+                break
+            self._lines_left -= 1
             self.lines_read += 1
-            self._slots.append(self._submit(line))
-        return self.lines_read > before
+            self._submit(line)
 
     def _has_room(self) -> bool:
-        """Whether a further line is wanted now. Alone there is nobody to leave it to: the window is the only bound."""
-        return True
+        """Whether a further line is wanted now. Alone there is nobody to leave it to."""
+        engine = self._engine
+        if self._lines_left <= 0 or engine.stop_wanted:
+            return False
+        backlog = max(1, engine.max_num_seqs // BACKLOG_PARTS)
+        if not self._several:
+            return len(self._running) < engine.max_num_seqs + backlog
+        return self._tokens_left > 0 and engine.num_waiting < backlog
 
-    def _submit(self, line: Line | BadLine) -> _Slot:
+    def _submit(self, source: Line | BadLine) -> None:
         """Hand a line to the engine, or finish it with an error record."""
         try:
-            parsed = parse(line)
+            line = parse(source)
             defaults = self._tokenizer.generation_defaults if self._tokenizer is not None else {}
-            params = resolve_params(parsed, self._config.sampling, defaults)
+            params = resolve_params(line, self._config.sampling, defaults)
         except LineError as error:
-            return self._failed(line, INVALID, str(error))
+            self._fail(source, INVALID, str(error), BAD_REQUEST)
+            return
+        request_id = f"line-{line.number}"
         try:
-            request = Request(f"line-{line.number}", self._encode(parsed), params, parsed.prompt)
-            slot = self._running[request.request_id] = _Slot(line.number, parsed, params.logprobs or 0)
-            self._engine.add_request(request)
+            prompt_ids = self._encode(line)
+            self._tokens_left -= len(prompt_ids)
+            deadline = time.monotonic() + (self._config.job.line_timeout_s or float("inf"))
+            self._running[request_id] = _Running(source, line, params.logprobs or 0, deadline)
+            self._engine.add_request(Request(request_id, prompt_ids, params, line.prompt))
         except ValueError as error:
-            self._running.pop(f"line-{line.number}", None)
-            return self._failed(line, FAILED, str(error))
-        return slot
-
-    def _failed(self, line: Line | BadLine, kind: str, message: str) -> _Slot:
-        self.lines_failed += 1
-        return _Slot(line.number, None, record=dump_line(error_record(line, kind, message)), failed=True)
+            self._running.pop(request_id, None)
+            self._fail(source, FAILED, str(error), BAD_REQUEST)
 
     def _encode(self, line: LineRequest) -> list[int]:
         if line.prompt_token_ids is not None:
@@ -238,35 +256,43 @@ class Job:
             chat_template_kwargs=line.chat.template_kwargs,
         )
 
-    def _finish(self, slot: _Slot, result: RequestOutput) -> None:
+    def _end_late_lines(self) -> None:
+        """Take lines out of the engine that are in it for too long; they come back with the step. All have the same
+        time, so they are late in the order in which they came."""
+        if self._config.job.line_timeout_s is None:
+            return
+        now = time.monotonic()
+        for request_id, running in self._running.items():
+            if running.deadline > now:
+                break
+            if not running.timed_out:
+                running.timed_out = self._engine.abort(request_id)
+
+    def _finish(self, running: _Running, result: RequestOutput) -> None:
         """Turn a finished request into its record."""
-        line = slot.line
-        assert line is not None, f"{result.request_id} finished twice"
-        reasons = {output.finish_reason for output in result.outputs}
-        if result.error is not None or not reasons <= {"stop", "length"}:
-            message = result.error or f"the request ended with {', '.join(sorted(map(str, reasons)))}"
-            if line.form == "plain":
-                record = plain_error(line.id, line.number, FAILED, message)
-            else:
-                status = BAD_REQUEST if result.rejected else SERVER_FAULT
-                record = openai_error(line.id, line.number, FAILED, message, status=status)
-            slot.failed = True
-            self.lines_failed += 1
-        elif line.form == "plain":
-            record = plain_answer(line, result)
-        else:
-            record = openai_answer(line, result, self._model, slot.num_top)
-        slot.record, slot.line = dump_line(record), None
-
-    def _write(self, answers: AnswerFile) -> None:
-        """Write the records that no earlier line is waiting for."""
-        while self._slots and (record := self._slots[0].record) is not None:
-            self._append(answers, self._slots[0].number, record)
-            self._slots.popleft()
+        fault = fault_of(result)
+        if fault is None:
+            record = dump_line(answer_record(running.line, result, self._model, running.num_top))
+            self._journal.append(running.source.number, line_digest(running.source), record)
             self.lines_written += 1
+        elif running.timed_out:
+            seconds = f"{self._config.job.line_timeout_s:g} s (job.line_timeout_s)"
+            tokens = sum(len(output.token_ids) for output in result.outputs)
+            self._fail(running.source, TIMEOUT, f"not answered within {seconds}; it had {tokens} tokens", TIMED_OUT)
+        else:
+            self._fail(running.source, FAILED, fault, BAD_REQUEST if result.rejected else SERVER_FAULT)
 
-    def _append(self, answers: AnswerFile, number: int, record: bytes) -> None:
-        answers.append(record)
+    def _fail(self, line: Line | BadLine, kind: str, message: str, status: int) -> None:
+        record = dump_line(error_record(line, kind, message, status=status))
+        self._journal.append(line.number, line_digest(line), record, kind)
+        self.lines_written += 1
+        self.errors[kind] += 1
+        self._on_error(ErrorNote(line.number, line.origin, line_id(line), kind, message))
+        most = self._config.job.max_errors
+        if most is not None:
+            total = self.lines_failed if self._count_errors is None else self._count_errors(1)
+            if total > most:
+                self._engine.stop_wanted = self._engine.stop_wanted or TOO_MANY_ERRORS
 
     def _progress(self) -> Progress:
         stats = self._engine.stats
@@ -277,4 +303,5 @@ class Job:
             output_tokens=stats.output_tokens,
             kv_use=stats.kv_blocks_used / stats.kv_blocks_total if stats.kv_blocks_total else 0.0,
             seconds=self.seconds,
+            stats=stats,
         )

@@ -65,7 +65,11 @@ def test_defaults_pass() -> None:
             "parallel.dispatcher='deepep' is unknown; give auto or local or all_to_all or all_gather.",
         ),
         ({"parallel__combine": "quick"}, "parallel.combine='quick' is unknown; give exact or fast."),
-        ({"job__window": 0}, "job.window=0 is out of range"),
+        ({"job__shards": 0}, "job.shards=0 is out of range"),
+        ({"job__max_errors": -1}, "job.max_errors=-1 is out of range"),
+        ({"job__line_timeout_s": 0.0}, "job.line_timeout_s=0.0 is out of range"),
+        ({"job__resume": "maybe"}, "job.resume='maybe' is unknown; give auto or require or never or force"),
+        ({"job__resume": "false", "job__retry_errors": True}, "job.retry_errors=true is about an unfinished run"),
         ({"job__limit": 0}, "job.limit=0 is out of range"),
     ],
 )

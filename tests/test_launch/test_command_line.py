@@ -200,7 +200,6 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
                 "engine.max_num_seqs": 1024,
                 "engine.max_batched_tokens": 16384,
                 "cache.memory_fraction": 0.94,
-                "job.window": 4096,
             },
         ),
         (
@@ -212,7 +211,7 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
                 "engine.mla_workspace_tokens": 4096,
                 "cache.memory_fraction": 0.6,
                 "cache.cpu_gb": 0.25,
-                "job.window": 64,
+                "job.look_ahead_mb": 4.0,
             },
         ),
     ],

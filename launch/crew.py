@@ -1,0 +1,75 @@
+"""The ranks of a job as the job sees them: one, or several that share what they must. Knows ranks; nothing of jobs."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from expert_parallel.group import Ranks
+
+_POLL_S = 0.05
+
+
+class Crew(Protocol):
+    """This rank and the others. All ranks make the same calls in the same order."""
+
+    rank: int
+    size: int
+    ranks: Ranks | None
+
+    def gather(self, own: Any) -> list[Any]:
+        """One object of every rank, in rank order."""
+        ...
+
+    def counter(self, name: str) -> Callable[[int], int]:
+        """A counter of all ranks: adds to it, and returns what it is then."""
+        ...
+
+    def wait_for_first(self) -> None:
+        """The first rank goes on and says so; the others wait for that, however long it takes."""
+        ...
+
+
+class Single(Crew):
+    """One process, which shares nothing."""
+
+    rank, size, ranks = 0, 1, None
+
+    def gather(self, own: Any) -> list[Any]:
+        return [own]
+
+    def counter(self, name: str) -> Callable[[int], int]:
+        totals: Counter[str] = Counter()
+
+        def add(number: int) -> int:
+            totals[name] += number
+            return totals[name]
+
+        return add
+
+    def wait_for_first(self) -> None:
+        pass
+
+
+class Several(Crew):
+    """Ranks of torchrun. Counters are in their store."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.ranks = self._ranks = ranks
+        self.rank, self.size = ranks.everyone.rank, ranks.everyone.size
+
+    def gather(self, own: Any) -> list[Any]:
+        return self._ranks.everyone.gather_objects(own)
+
+    def counter(self, name: str) -> Callable[[int], int]:
+        store = self._ranks.store
+        return lambda number: store.add(name, number)
+
+    def wait_for_first(self) -> None:
+        store = self._ranks.store
+        if self.rank == 0:
+            store.set("first rank is done", "yes")
+        while not store.check(["first rank is done"]):
+            time.sleep(_POLL_S)

@@ -1,0 +1,160 @@
+"""The journal of a run: each finished record as one checked line, in whatever order lines finish. Format and reader.
+
+    f05dc0de 17 0a1b2c3d - {"id": "a", ...}        of an answered line; parts are divided by tabs
+    |        |  |        |  the record, as it stands in the output
+    |        |  |        "-", or the kind of an error record
+    |        |  digest of the line, so that an answer is never taken for that of another line
+    |        number of the line
+    crc-32 of all that follows
+
+The first line has number 0 and the kind "header": it says whose run this is. A run of a rank writes one file and no
+later run appends to it. So what a crash leaves is a torn or damaged end, and reading drops just that. Knows bytes and
+checksums; knows nothing of what a record means. `journal_writer.py` writes it.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
+
+FORMAT = 1
+ANSWERED = "-"
+HEADER_KIND = "header"
+MAX_NUMBER = 1 << 48
+OPEN_JOURNALS = 64
+RANDOM_BUFFER_BYTES = 1 << 16
+
+
+class JournalError(ValueError):
+    """A journal that cannot be used, with the way out."""
+
+
+@dataclass(frozen=True)
+class Header:
+    """Whose journal: run (1 for the first of a job) and rank that wrote it, and what its answers follow from."""
+
+    run: int
+    rank: int
+    fingerprint: dict[str, str]
+
+
+class Entry(NamedTuple):
+    """One whole record of a journal. `offset`: where it begins in the file."""
+
+    number: int
+    digest: int
+    kind: str
+    record: bytes  # with its line end, as in the output
+    offset: int
+
+    @property
+    def failed(self) -> bool:
+        return self.kind != ANSWERED
+
+
+def frame(number: int, digest: int, kind: str, record: bytes) -> bytes:
+    """The journal's line of a record, which ends with the only 0x0A it holds.
+
+    >>> frame(17, 10, ANSWERED, b'{}\\n')
+    b'f4eac29f\\t17\\t0000000a\\t-\\t{}\\n'
+    """
+    body = b"%d\t%08x\t%s\t%s" % (number, digest, kind.encode(), record)
+    return b"%08x\t%s" % (zlib.crc32(body[:-1]), body)
+
+
+def header_frame(header: Header) -> bytes:
+    """The first line of a journal."""
+    content = {"journal": FORMAT, **asdict(header)}
+    return frame(0, 0, HEADER_KIND, json.dumps(content).encode() + b"\n")
+
+
+def parse_frame(raw: bytes, offset: int = 0) -> Entry | None:
+    """A line of a journal, with or without its end; None where it is not whole."""
+    line = raw.removesuffix(b"\n")
+    body = line[9:]
+    try:
+        if line[8:9] != b"\t" or int(line[:8], 16) != zlib.crc32(body):
+            return None
+        number, digest, kind, record = body.split(b"\t", 3)
+        entry = Entry(int(number), int(digest, 16), kind.decode(), record + b"\n", offset)
+    except ValueError:
+        return None
+    return entry if 0 <= entry.number < MAX_NUMBER and 0 <= entry.digest < 1 << 32 else None
+
+
+class JournalReader:
+    """The records of one journal. `damaged` counts, once they are read, the lines that are not whole."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.damaged = 0
+
+    def header(self) -> Header | None:
+        """Whose journal it is; None for one that was killed before it held anything. JournalError: not one of ours."""
+        with self.path.open("rb") as file:
+            raw = file.readline()
+            if not raw.endswith(b"\n"):
+                return None
+        entry = parse_frame(raw)
+        try:
+            if entry is None or entry.kind != HEADER_KIND:
+                raise ValueError("its first line is damaged")
+            content = json.loads(entry.record)
+            if content["journal"] != FORMAT:
+                raise ValueError(f"it has the format {content['journal']}, this version writes {FORMAT}")
+            return Header(content["run"], content["rank"], content["fingerprint"])
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise JournalError(
+                f"{self.path} is no journal that can be used: {error}; move it away, or give job.overwrite=true "
+                "job.resume=never to drop what unfinished runs left."
+            ) from error
+
+    def __iter__(self) -> Iterator[Entry]:
+        """Every whole record, in the order of the file. What is not whole is left out, wherever it stands."""
+        self.damaged = 0
+        with self.path.open("rb", buffering=1 << 18) as file:
+            yield from self._entries(file)
+
+    def _entries(self, file: BinaryIO) -> Iterator[Entry]:
+        offset = 0
+        for raw in file:
+            entry = parse_frame(raw, offset)
+            offset += len(raw)
+            if entry is None:
+                self.damaged += 1
+            elif entry.number > 0:
+                yield entry
+
+
+class RecordReader:
+    """Reads records at places (index of a journal, offset in it), holding a bounded number of journals open."""
+
+    def __init__(self, journals: Sequence[Path]) -> None:
+        self._journals = journals
+        self._open: dict[int, BinaryIO] = {}
+
+    def at(self, places: Iterable[tuple[int, int]]) -> Iterator[Entry]:
+        """The records at these places, in the same order."""
+        for index, offset in places:
+            file = self._open.get(index) or self._opened(index)
+            file.seek(offset)
+            entry = parse_frame(file.readline(), offset)
+            assert entry is not None, f"{self._journals[index]} changed at byte {offset} while it was read"
+            yield entry
+
+    def _opened(self, index: int) -> BinaryIO:
+        if len(self._open) >= OPEN_JOURNALS:
+            self._open.pop(next(iter(self._open))).close()
+        file = self._open[index] = self._journals[index].open("rb", buffering=RANDOM_BUFFER_BYTES)
+        return file
+
+    def __enter__(self) -> RecordReader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for file in self._open.values():
+            file.close()

@@ -1,0 +1,141 @@
+"""Appends records to a journal: a thread writes what has gathered after 50 ms at most, and syncs it every second.
+
+Knows a file and a clock; what a record is, `journal.py` says. The file is made new, held by a lock while this process
+lives, and removed again by `close` where no record was written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import threading
+import time
+from pathlib import Path
+from types import TracebackType
+
+from moe.batch.journal import ANSWERED, Header, frame, header_frame
+
+GATHER_S = 0.05
+SYNC_S = 1.0
+MAX_GATHERED_BYTES = 16 << 20
+"""A disk that is slower than the answers holds them up here: memory stays bounded."""
+
+
+class JournalWriter:
+    """A journal being written. `append` may be called by one thread; it raises what went wrong in the writing since."""
+
+    def __init__(self, path: Path, header: Header) -> None:
+        self.path = path
+        self.num_records = 0
+        self._num_bytes = 0  # gathered and not yet written
+        self._gathered: list[bytes] = []
+        self._error: OSError | None = None
+        self._closing = False
+        self._closed = False
+        self._changed = threading.Condition()
+        self._file = _create(path)
+        self._write(header_frame(header))
+        os.fsync(self._file)
+        self._thread = threading.Thread(target=self._run, name="journal", daemon=True)
+        self._thread.start()
+
+    def append(self, number: int, digest: int, record: bytes, kind: str = ANSWERED) -> None:
+        """Hand over one finished record (one line with its end). OSError: an earlier one could not be written."""
+        framed = frame(number, digest, kind, record)
+        with self._changed:
+            if self._num_bytes > MAX_GATHERED_BYTES:
+                self._changed.wait_for(lambda: self._num_bytes <= MAX_GATHERED_BYTES or self._error is not None)
+            if self._error is not None:
+                raise self._error
+            if not self._gathered:
+                self._changed.notify_all()
+            self._gathered.append(framed)
+            self._num_bytes += len(framed)
+        self.num_records += 1
+
+    def close(self) -> None:
+        """Write and sync the rest. OSError where that fails, now or before; closing twice is fine."""
+        if self._closed:
+            return
+        self._closed = True
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        self._thread.join()
+        os.close(self._file)
+        if self.num_records == 0:
+            with contextlib.suppress(OSError):
+                self.path.unlink()
+        if self._error is not None:
+            raise self._error
+
+    def _run(self) -> None:
+        """The thread: gather, write, sync, until closed or the disk says no."""
+        synced_at, unsynced = time.monotonic(), False
+        try:
+            while True:
+                with self._changed:
+                    wait_s = max(0.0, synced_at + SYNC_S - time.monotonic()) if unsynced else None
+                    self._changed.wait_for(lambda: self._gathered or self._closing, wait_s)
+                    if self._gathered and not self._closing:
+                        self._changed.wait_for(lambda: self._closing or self._num_bytes > MAX_GATHERED_BYTES, GATHER_S)
+                    gathered, self._gathered = self._gathered, []
+                    closing = self._closing
+                if gathered:
+                    content = b"".join(gathered)
+                    self._write(content)
+                    unsynced = True
+                    with self._changed:
+                        self._num_bytes -= len(content)
+                        self._changed.notify_all()
+                if unsynced and (closing or time.monotonic() >= synced_at + SYNC_S):
+                    os.fsync(self._file)
+                    synced_at, unsynced = time.monotonic(), False
+                if closing:
+                    return
+        except OSError as error:
+            with self._changed:
+                self._error = _write_error(error, self.path)
+                self._changed.notify_all()
+
+    def _write(self, content: bytes) -> None:
+        view = memoryview(content)
+        while view:  # writes may be short
+            view = view[os.write(self._file, view) :]
+
+    def __enter__(self) -> JournalWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+        else:
+            with contextlib.suppress(OSError):  # the first fault is the one to tell
+                self.close()
+
+
+def is_being_written(path: Path) -> bool:
+    """Whether a living process holds the journal. Where the file system knows no locks, nobody does."""
+    with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError as error:
+            return error.errno in (errno.EAGAIN, errno.EACCES)
+    return False
+
+
+def _create(path: Path) -> int:
+    """A new file, locked. OSError where it cannot be made."""
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    with contextlib.suppress(OSError):
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    return file
+
+
+def _write_error(error: OSError, path: Path) -> OSError:
+    reason = "the disk is full" if error.errno == errno.ENOSPC else error.strerror or str(error)
+    return OSError(error.errno, f"{reason}; what was written before is whole", str(path))

@@ -1,0 +1,92 @@
+"""Puts the output together from the journals: one record per line of the input, in its order. In bounded memory.
+
+Knows journals, places of records and files; knows nothing of what a record means. Each file is written beside its final
+name, synced, and moved into place when all of them are whole (run_files.py).
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Protocol
+
+from moe.batch.journal import Entry, RecordReader
+from moe.batch.ledger import Ledger
+from moe.batch.parquet_output import ParquetOutput
+from moe.batch.run_files import RunFiles
+
+
+class OutputWriter(Protocol):
+    """One file of the output being written."""
+
+    def write(self, record: bytes) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class LineOutput:
+    """JSONL: the records as they are."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("wb", buffering=1 << 20)
+
+    def write(self, record: bytes) -> None:
+        self._file.write(record)
+
+    def close(self) -> None:
+        """Write the rest and sync it; the file is closed even where that fails."""
+        with self._file:
+            self._file.flush()
+            os.fsync(self._file.fileno())
+
+
+def is_parquet(output: Path) -> bool:
+    """Whether the output's name asks for Parquet."""
+    return output.suffix == ".parquet"
+
+
+def put_together(files: RunFiles, fingerprint: dict[str, str], seen: Ledger) -> int:
+    """Write and place the output of the lines that `seen` has met in the input; the journals go. Returns how many of
+    its records are errors. OSError: the disk said no; the journals are intact. ValueError: a journal is out of sight.
+    """
+    journals = [journal.path for journal in files.journals()]
+    whole = Ledger()
+    whole.read(journals)
+    places = whole.places(seen)
+    num_records = 0
+    shards = len(files.finals)
+    with RecordReader(journals) as reader:
+        for index, final in enumerate(files.finals):
+            size = seen.seen * (index + 1) // shards - seen.seen * index // shards
+            try:
+                num_records += _write(files.partial_of(final), reader.at(islice(places, size)))
+            except OSError as error:
+                reason = "the disk is full" if error.errno == errno.ENOSPC else error.strerror or str(error)
+                raise OSError(
+                    error.errno,
+                    f"{reason} while the output is put together; the journals are whole, free some space",
+                    str(final),
+                ) from error
+    if num_records != seen.seen:
+        raise ValueError(
+            f"output={files.output}: {num_records:,} records of {seen.seen:,} lines can be seen here; all ranks need "
+            "one folder that shows at once what another rank writes."
+        )
+    failed = whole.failed_of(seen)
+    files.publish(fingerprint, lines=num_records, failed=failed)
+    return failed
+
+
+def _write(path: Path, entries: Iterator[Entry]) -> int:
+    writer: OutputWriter = ParquetOutput(path) if is_parquet(path.with_suffix("")) else LineOutput(path)
+    count = 0
+    try:
+        for entry in entries:
+            writer.write(entry.record)
+            count += 1
+    finally:
+        writer.close()
+    return count
