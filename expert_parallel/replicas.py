@@ -64,6 +64,11 @@ class ReplicaTable:
         self._slots_EC.copy_(torch.from_numpy(padded_EC2[:, :, 1]))
         self._count_E.copy_(torch.from_numpy(count_E))
 
+    @property
+    def columns(self) -> tuple[Tensor, Tensor, Tensor]:
+        """For kernels that choose: ranks and slots int32 [E, width], count int32 [E]. Column c counts below count[e]."""
+        return self._ranks_EC, self._slots_EC, self._count_E
+
     def choose(self, expert_ids_TK: Tensor, source_rank: int) -> Targets:
         """Where each (token, k) of a source rank goes. No host sync. Ids outside [0, E) give -1."""
         num_tokens, device = expert_ids_TK.shape[0], expert_ids_TK.device

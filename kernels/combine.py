@@ -70,7 +70,7 @@ def _add_expert(total, y_ptr, row_ptr, weights_ptr, choice, in_batch, d, num_col
 
 
 @triton.jit
-def _add_experts(total, y_ptr, row_ptr, weights_ptr, token, in_batch, d, num_columns, stride_y, TOP_K: tl.constexpr):
+def add_experts(total, y_ptr, row_ptr, weights_ptr, token, in_batch, d, num_columns, stride_y, TOP_K: tl.constexpr):
     """total + the weighted columns d of all rows of a token, k ascending."""
     if TOP_K <= _UNROLLED:
         for k in tl.static_range(TOP_K):  # pyright: ignore
@@ -99,7 +99,7 @@ def _combine_kernel(
     token = tl.program_id(0).to(tl.int64)
     d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     total = tl.zeros((BLOCK_D,), tl.float32)
-    total = _add_experts(total, y_ptr, row_ptr, weights_ptr, token, True, d, num_columns, stride_y, TOP_K)
+    total = add_experts(total, y_ptr, row_ptr, weights_ptr, token, True, d, num_columns, stride_y, TOP_K)
     tl.store(out_ptr + token * num_columns + d, total.to(out_ptr.dtype.element_ty), mask=d < num_columns)
 
 
@@ -138,7 +138,7 @@ def _combine_norm_kernel(
     residual = tl.load(residual_ptr + token * stride_residual + d, mask=used, other=0.0)
     norm = tl.load(norm_ptr + d, mask=d < num_columns, other=0.0)
     total = tl.zeros((BLOCK_R, BLOCK_D), tl.float32)
-    total = _add_experts(total, y_ptr, row_ptr, weights_ptr, token, in_batch, d, num_columns, stride_y, TOP_K)
+    total = add_experts(total, y_ptr, row_ptr, weights_ptr, token, in_batch, d, num_columns, stride_y, TOP_K)
     x = total.to(residual.dtype)
     if shared_ptr is not None:
         shared = tl.load(shared_ptr + token * stride_shared + d, mask=used, other=0.0)
