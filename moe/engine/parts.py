@@ -15,9 +15,10 @@ import torch
 from configs.schema import Config, EngineConfig
 from expert_parallel.group import Ranks
 from kernels.quantize import supports_fp8
-from kv_cache.layout import KVLayout, Quantization
+from kv_cache.layout import KVLayout, LayerScales, Quantization
 from moe.engine.network import Network
 from moe.engine.tokenizer import Tokenizer
+from moe.model.cache_scales import find_cache_scales
 from moe.model.causal_lm import CausalLM
 from moe.model.config import MLAConfig, ModelConfig
 from moe.model.families.registry import read_config
@@ -44,6 +45,7 @@ class Parts:
     max_model_len: int
     name: str = ""
     ranks: Ranks | None = None  # those that share the experts; None: this process is alone
+    cache_scales: tuple[LayerScales, ...] = ()  # of each layer, where cache.dtype=fp8-layer
 
     @property
     def eos_ids(self) -> frozenset[int]:
@@ -64,7 +66,10 @@ class Parts:
         """The most that travelling rows take, where each rank brings up to `num_tokens` rows to a step."""
         if not isinstance(self.network, CausalLM):
             return 0
-        return self.network.dispatchers.buffer_bytes(num_tokens, self.model.hidden_size, self.dtype)
+        halves_from = self.network.overlap.halves_from
+        at_a_time = 1 if halves_from is None or num_tokens < halves_from else 2  # both halves may be on their way
+        rows = -(-num_tokens // at_a_time)
+        return at_a_time * self.network.dispatchers.buffer_bytes(rows, self.model.hidden_size, self.dtype)
 
     def max_num_seqs(self, engine: EngineConfig) -> int:
         """Of the key, or the device's default, but not more than a step's token budget: decoding takes a token each."""
@@ -111,7 +116,10 @@ def load_parts(config: Config, ranks: Ranks | None = None) -> Parts:
             logger.warning("%s holds no chat template: messages need one as job.chat_template=", tokenizer_folder)
     else:
         logger.warning("%s holds no tokenizer: prompts must be token ids, answers have no text", tokenizer_folder)
-    kv_layout(model, config.cache.block_size, dtype, config.cache.dtype, device)  # refuses what these forbid
+    cache = config.cache
+    weights = None if config.load_format == "dummy" else folder
+    cache_scales = find_cache_scales(cache.dtype, cache.scales, weights, model, dtype)
+    kv_layout(model, cache.block_size, dtype, cache.dtype, device, cache_scales)  # refuses what these forbid
     network = load_model(
         folder,
         dtype=dtype,
@@ -124,7 +132,17 @@ def load_parts(config: Config, ranks: Ranks | None = None) -> Parts:
         progress=LoadProgress(),
         spread=None if ranks is None else _spread(config, ranks),
     )
-    return Parts(network, network.config, tokenizer, dtype, device, max_model_len, name=config.model, ranks=ranks)
+    return Parts(
+        network,
+        network.config,
+        tokenizer,
+        dtype,
+        device,
+        max_model_len,
+        name=config.model,
+        ranks=ranks,
+        cache_scales=cache_scales,
+    )
 
 
 def _spread(config: Config, ranks: Ranks) -> Spread:
@@ -170,22 +188,30 @@ def resolve_max_model_len(requested: int | None, model: ModelConfig) -> int:
 
 
 def kv_layout(
-    model: ModelConfig, block_size: int, dtype: torch.dtype, cache_dtype: str, device: torch.device
+    model: ModelConfig,
+    block_size: int,
+    dtype: torch.dtype,
+    cache_dtype: str,
+    device: torch.device,
+    layer_scales: tuple[LayerScales, ...] = (),
 ) -> KVLayout:
     """The cache's layout: keys and values per head, or MLA's latent. ValueError where model or device forbid it."""
-    quantization: Quantization = "fp8" if cache_dtype == "fp8" else "none"
+    quantization: Quantization = "none"
+    if cache_dtype == "fp8" or cache_dtype == "fp8-layer" or cache_dtype == "int4":
+        quantization = cache_dtype
     if quantization == "none" and cache_dtype != "auto" and DTYPES.get(cache_dtype) is not dtype:
         raise ValueError(
             f"cache.dtype={cache_dtype!r} differs from the model's {str(dtype).removeprefix('torch.')}, the only one "
-            "that the cache can hold besides fp8; use cache.dtype=auto or fp8."
+            "that the cache can hold besides fp8, fp8-layer and int4; use cache.dtype=auto or fp8."
         )
-    if quantization == "fp8" and not supports_fp8(device):
+    if quantization in ("fp8", "fp8-layer") and not supports_fp8(device):
         raise ValueError(
             f"cache.dtype={cache_dtype!r} needs a GPU of compute capability 8.9 or above, and "
-            f"{torch.cuda.get_device_name(device)} is none; use cache.dtype=auto."
+            f"{torch.cuda.get_device_name(device)} is none; use cache.dtype=auto or int4."
         )
     attention = model.attention
     if isinstance(attention, MLAConfig):
         widths = (attention.kv_lora_rank, attention.qk_rope_head_dim)
-        return KVLayout.mla(model.num_layers, block_size, *widths, dtype, quantization)
-    return KVLayout.gqa(model.num_layers, block_size, attention.num_kv_heads, attention.head_dim, dtype, quantization)
+        return KVLayout.mla(model.num_layers, block_size, *widths, dtype, quantization, layer_scales)
+    heads = (attention.num_kv_heads, attention.head_dim)
+    return KVLayout.gqa(model.num_layers, block_size, *heads, dtype, quantization, layer_scales)

@@ -56,6 +56,12 @@ def test_defaults_pass() -> None:
         ),
         ({"sampling__top_k": 2**31}, f"sampling.top_k={2**31} is out of range; give a value from -1 to {2**31 - 1}."),
         ({"sampling__repetition_penalty": 0.0}, "is out of range; give a value from 0.001 to 1000."),
+        ({"parallel__overlap": "yes"}, "parallel.overlap='yes' is unknown; give auto or none or shared or halves."),
+        (
+            {"parallel__overlap_rows": 64},
+            "parallel.overlap_rows=64 says from where steps are split in halves, which parallel.overlap=auto never does;",
+        ),
+        ({"parallel__overlap": "halves", "parallel__overlap_rows": 1}, "parallel.overlap_rows=1 is out of range"),
         ({"cache__block_size": 512}, "cache.block_size=512 is out of range; give a value from 1 to 256."),
         ({"cache__block_size": 24}, "cache.block_size=24 is no power of two"),
         ({"cache__memory_fraction": 1.5}, "cache.memory_fraction=1.5 is out of range; give a value above 0 to 1."),
