@@ -22,7 +22,7 @@ import itertools
 from collections import deque
 from dataclasses import dataclass, field
 
-from kv_cache.prefix_cache import PrefixCache
+from kv_cache.prefix_cache import BlockKey, PrefixCache
 from moe.engine.sequence import Sequence, Status
 
 # With a backlog, prompts are admitted once they fill a half of a step's budget or a sixteenth of the places is free. Of
@@ -215,18 +215,20 @@ class Scheduler:
         return sum(sequence.num_prompt for sequence in admissible) < self.max_batched_tokens // GATHER_BUDGET_PARTS
 
     def _admit(self, schedule: Schedule, budget: int, logit_rows: int) -> None:
-        if self._gathers(schedule):
+        if not self.waiting or self._gathers(schedule):
             return
         held_back: list[Sequence] = []
+        computing = {self._next_key(each) for each in self.running if each.num_computed < each.num_prompt}
         while self.waiting and budget > 0 and len(self.running) < self.max_num_seqs:
             sequence = self.waiting.popleft()
-            if self._waits(sequence):
+            if self._waits(sequence) or self._is_computed(sequence, computing):
                 held_back.append(sequence)
             elif (sequence.wants_prompt_rows and logit_rows <= 0) or not self._bind(sequence):
                 held_back.append(sequence)
                 break
             elif sequence.in_prefill:
                 budget, logit_rows = self._plan_chunk(schedule, sequence, budget, logit_rows)
+                computing.add(self._next_key(sequence))
             else:
                 schedule.decodes.append(sequence)
                 budget -= 1
@@ -241,14 +243,32 @@ class Scheduler:
         shares = self.cache.enabled and sequence.num_prompt > self.cache.block_size
         return shares and leader is not None and not leader.finished and leader.in_prefill
 
+    def _next_key(self, sequence: Sequence) -> BlockKey | None:
+        """The block of its prompt that a running sequence writes next, for all to find; None where there is none."""
+        index = sequence.num_committed
+        if not self.cache.enabled or index >= sequence.num_prompt // self.cache.block_size:
+            return None
+        return sequence.known_keys(self.cache.root, index + 1)[index]
+
+    def _is_computed(self, sequence: Sequence, computing: set[BlockKey | None]) -> bool:
+        """Whether the first block that the cache lacks is being computed for another: after that step it is found."""
+        if not computing:
+            return False
+        keys = self._wanted_keys(sequence)
+        found, _ = self.cache.count(keys)
+        return found < len(keys) and keys[found] in computing
+
+    def _wanted_keys(self, sequence: Sequence) -> list[BlockKey]:
+        """Keys of the blocks that it may share. The newest token is always computed: its row gives the next logits."""
+        if not self.cache.enabled or sequence.wants_prompt_rows:
+            return []
+        return sequence.known_keys(self.cache.root, (sequence.num_tokens - 1) // self.cache.block_size)
+
     def _bind(self, sequence: Sequence) -> bool:
         """Bind blocks for all known tokens and start running; False, and nothing changed, where they do not fit."""
         size = self.cache.block_size
         num_blocks = _blocks(sequence.num_tokens, size)
-        keys: list[bytes] = []
-        if self.cache.enabled and not sequence.wants_prompt_rows:
-            # The newest token is always computed: its row gives the next token's logits.
-            keys = sequence.known_keys(self.cache.root, (sequence.num_tokens - 1) // size)
+        keys = self._wanted_keys(sequence)
         found, kept = self.cache.count(keys)
         if num_blocks - found + len(self.running) > self.cache.num_available - kept:
             return False

@@ -341,3 +341,38 @@ def test_a_step_that_was_not_launched_leaves_its_new_sequences_to_the_next() -> 
     sequence = add(scheduler, "a", 4)
     assert scheduler.schedule().admitted == [sequence]
     assert launch(scheduler).admitted == [sequence] and launch(scheduler).admitted == []
+
+
+def test_prompts_that_begin_alike_wait_for_the_one_that_computes_the_beginning() -> None:
+    """Without that, all of a step would compute it, since a block is found only by later steps."""
+    scheduler = make(prefix_caching=True, max_batched_tokens=64)
+    first, other = add(scheduler, "a", 13), add(scheduler, "b", 9)
+    again, longer = add(scheduler, "a", 13), add(scheduler, "a", 18)
+    assert shape(run(scheduler))[1] == [("a", 0, 13), ("b", 0, 9)]  # nobody else is held up
+    assert shape(run(scheduler)) == (["a", "b"], [("a", 12, 1), ("a", 12, 6)])
+    assert [each.num_cached for each in (first, other, again, longer)] == [0, 0, 12, 12]
+
+
+def test_a_prompt_in_chunks_is_waited_for_until_all_that_is_shared_is_there() -> None:
+    scheduler = make(prefix_caching=True, max_batched_tokens=10)
+    add(scheduler, "a", 25)
+    add(scheduler, "a", 25)
+    chunks = [shape(run(scheduler))[1] for _ in range(4)]
+    assert chunks == [[("a", 0, 10)], [("a", 10, 10)], [("a", 20, 5)], [("a", 24, 1)]]
+
+
+def test_nobody_waits_for_a_prompt_that_ended_or_gave_way() -> None:
+    scheduler = make(prefix_caching=True, max_batched_tokens=10)
+    first = add(scheduler, "a", 25)
+    second = add(scheduler, "a", 25)
+    run(scheduler)
+    scheduler.finish(first)
+    run(scheduler)
+    assert second.num_cached == 8 and second.num_computed == 18
+
+
+def test_without_a_prefix_cache_nobody_waits() -> None:
+    scheduler = make(max_batched_tokens=64)
+    add(scheduler, "a", 13)
+    add(scheduler, "a", 13)
+    assert len(shape(run(scheduler))[1]) == 2
