@@ -15,8 +15,9 @@ from dataclasses import dataclass
 
 from markupsafe import Markup, escape
 
-WIDTH, HEIGHT = 560, 210
-LEFT, RIGHT, TOP, BOTTOM = 58, 12, 12, 30
+WIDTH, HEIGHT = 420, 190
+LEFT, RIGHT, TOP, BOTTOM = 46, 10, 10, 28
+MAP_WIDTH = 1200
 # A load of so many times the mean has the darkest colour.
 DARKEST = 3.0
 
@@ -93,7 +94,7 @@ def heat_map(loads: Sequence[Sequence[float]], *, name: str = "") -> Markup:
     height = min(max(len(rows) * 9, 90), 420)
     pixels = [[round(255 * min(value / DARKEST, 1.0)) for value in row] for row in rows]
     uri = "data:image/png;base64," + base64.b64encode(_png(pixels)).decode()
-    wide = WIDTH * 2 - LEFT - RIGHT
+    wide = MAP_WIDTH - LEFT - RIGHT
     parts = [
         f'<rect class="paper" x="{LEFT}" y="{TOP}" width="{wide}" height="{height}"/>',
         f'<image x="{LEFT}" y="{TOP}" width="{wide}" height="{height}" preserveAspectRatio="none" '
@@ -105,7 +106,7 @@ def heat_map(loads: Sequence[Sequence[float]], *, name: str = "") -> Markup:
     for index in _few(num_experts, 16):
         middle = LEFT + (index + 0.5) / num_experts * wide
         parts.append(f'<text class="tick" x="{middle:.1f}" y="{TOP + height + 16}" text-anchor="middle">{index}</text>')
-    return _svg(parts, name, WIDTH * 2, height + TOP + BOTTOM)
+    return _svg(parts, name, MAP_WIDTH, height + TOP + BOTTOM)
 
 
 def nice_ticks(highest: float) -> list[float]:

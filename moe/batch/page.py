@@ -40,7 +40,7 @@ def render_page(metrics: Mapping[str, Any]) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"time": show_seconds, "gib": _gib, "long_time": _long_time}
+    environment.filters |= {"time": show_seconds, "gib": _gib, "moment": _moment}
     try:
         outcome, mood = OUTCOMES.get(metrics["outcome"], (metrics["outcome"], "warn"))
         return environment.get_template("report.html").render(
@@ -222,6 +222,11 @@ def _gib(num_bytes: float | None) -> str | Markup:
     if num_bytes is None:
         return "-"
     return f"{num_bytes / GIB:.2f} GiB" if num_bytes >= GIB / 10 else f"{num_bytes / 2**20:.1f} MiB"
+
+
+def _moment(text: str) -> str:
+    """An ISO time with its zone, for people."""
+    return text.replace("T", " ").replace("+00:00", " UTC")
 
 
 def _long_time(seconds: float) -> str:
