@@ -36,7 +36,7 @@ ALLOWED = {
 LAYERS = sorted(ALLOWED)
 TOP = {name.split(".")[0] for name in LAYERS} | {"tests", "benchmarks", "tools"}
 # Third parties that a machine may lack: the only imports that may stand inside a function.
-OPTIONAL = {"deep_ep", "flash_attn", "flash_attn_interface"}
+OPTIONAL = {"datasets", "deep_ep", "flash_attn", "flash_attn_interface", "pyarrow", "zstandard"}
 
 
 def layer_of(module: str) -> str | None:
