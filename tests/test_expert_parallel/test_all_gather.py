@@ -2,49 +2,46 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
 
 from expert_parallel.all_gather import AllGatherDispatcher
-from expert_parallel.group import ExpertGroup, split
+from expert_parallel.group import ExpertGroup
+from expert_parallel.group_dispatcher import GroupDispatcher
 from expert_parallel.placement import Placement
 from expert_parallel.replicas import ReplicaTable
 from expert_parallel.rounds import Combine
-from tests.compare import assert_same_bits, max_rel
+from tests.compare import assert_same_bits
+from tests.expert_checks import check_against_reference, check_one_ranks_bits, check_two_groups, record_bytes
 from tests.expert_ranks import (
     CASES,
-    COMBINES,
-    DTYPES,
+    DTYPES_OF_RANKS,
+    FP8_WIDTH,
     WIDTH,
     Case,
     Key,
     Outcome,
     case_named,
-    expected_bits,
-    expected_of_reference,
     make_batch,
+    make_dispatcher,
+    model_dtype,
     run_case,
     run_cases,
     run_norms,
+    width_of,
 )
 from tests.ranks import run_ranks, world
 
-
-def make_dispatcher(
-    group: ExpertGroup, replicas: ReplicaTable, slots_per_rank: tuple[int, ...], case: Case, combine: Combine
-) -> AllGatherDispatcher:
-    cap = case.row_cap(group.size, case.top_k) if case.row_cap else None
-    return AllGatherDispatcher(
-        group, replicas, slots_per_rank, top_k=case.top_k, combine=combine, row_cap=cap, device="cpu"
-    )
+make = partial(make_dispatcher, AllGatherDispatcher)
+UNEVEN = Key("uneven tokens", "exact", torch.float32)
 
 
-@pytest.fixture(scope="module", params=[1, 2, 3, 4, 8], ids=lambda n: f"{n}-ranks")
+@pytest.fixture(scope="module", params=DTYPES_OF_RANKS, ids=lambda n: f"{n}-ranks")
 def outcomes(request: pytest.FixtureRequest) -> list[dict[Key, Outcome]]:
-    return run_ranks(run_cases, request.param, make_dispatcher, True)
+    return run_ranks(run_cases, request.param, make, True, DTYPES_OF_RANKS[request.param])
 
 
 each_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -57,27 +54,13 @@ def padded_tokens(case: Case, num_ranks: int) -> int:
 @each_case
 def test_exact_has_the_bits_of_one_rank(outcomes: list[dict[Key, Outcome]], case: Case) -> None:
     """Rows that fill up a batch (NaN here) come out as zeros."""
-    for dtype in DTYPES:
-        for rank, of_rank in enumerate(outcomes):
-            expected = expected_bits(case, rank, len(outcomes), dtype, padded=True)
-            assert_same_bits(of_rank[Key(case.name, "exact", dtype)].out_TD, expected)
+    check_one_ranks_bits(outcomes, case, padded=True)
 
 
 @each_case
 def test_both_ways_equal_the_reference_of_all_ranks(outcomes: list[dict[Key, Outcome]], case: Case) -> None:
     """Rows arrive in the reference's order. The order in which `fast` adds ranks is the library's."""
-    for combine in COMBINES:
-        for dtype in DTYPES:
-            expected = expected_of_reference(case, len(outcomes), combine, dtype, padded=True)
-            for rank, of_rank in enumerate(outcomes):
-                got = of_rank[Key(case.name, combine, dtype)]
-                if combine == "exact":
-                    assert_same_bits(got.out_TD, expected.outs[rank])
-                else:
-                    assert max_rel(got.out_TD, expected.outs[rank]) <= (1e-6 if dtype == torch.float32 else 0.02)
-                if case.row_cap is None:
-                    assert_same_bits(got.rows_RD, expected.inputs[rank].rows_XD)
-                    assert_same_bits(got.offsets_S1, expected.inputs[rank].offsets_S1)
+    check_against_reference(outcomes, case, padded=True, same_order=False)
 
 
 @each_case
@@ -89,43 +72,31 @@ def test_shapes_rounds_and_bytes_follow_from_the_number_of_rows_alone(
     at_once = case.row_cap(num_ranks, case.top_k) // (num_ranks * case.top_k) if case.row_cap else max(num_tokens, 1)
     num_rounds = max(1, -(-num_tokens // at_once))
     slots = [len(held) for held in case.placement(case.num_experts, num_ranks).ranks]
-    for combine in COMBINES:
+    for key in (key for key in outcomes[0] if key.case == case.name):
+        row_home = width_of(key.dtype) * model_dtype(key.dtype).itemsize
         for rank, of_rank in enumerate(outcomes):
-            got = of_rank[Key(case.name, combine, torch.bfloat16)]
+            got = of_rank[key]
             assert got.num_rounds == got.traffic.rounds == num_rounds
             if case.row_cap is not None:
                 assert got.most_rows <= case.row_cap(num_ranks, case.top_k)
-            record = -(-(2 * WIDTH + 4 * case.top_k * (2 if combine == "fast" else 1)) // 64) * 64
             assert got.traffic.records_sent == (num_ranks - 1) * num_tokens
-            assert got.traffic.dispatch_bytes == (num_ranks - 1) * num_tokens * record
-            rows_home = 1 if combine == "fast" else min(case.top_k, slots[rank])
-            assert got.traffic.combine_bytes == (num_ranks - 1) * num_tokens * rows_home * 2 * WIDTH
+            assert got.traffic.dispatch_bytes == (num_ranks - 1) * num_tokens * record_bytes(case, key)
+            rows_home = 1 if key.combine == "fast" else min(case.top_k, slots[rank])
+            assert got.traffic.combine_bytes == (num_ranks - 1) * num_tokens * rows_home * row_home
 
 
 def test_the_norm_that_follows_has_the_bits_of_one_after_the_other() -> None:
-    run_ranks(run_norms, 3, make_dispatcher, True)
-
-
-def two_groups(rank: int, num_ranks: int) -> tuple[int, Tensor]:
-    """Two expert groups at once, with other weights and other tokens."""
-    group = split(world(rank, num_ranks), 2, timedelta(seconds=30))
-    case = case_named("replicas and empty slots")
-    outcome = run_case(group, case, "exact", torch.bfloat16, make_dispatcher, padded=True, seed=1 + rank // 2)
-    return group.rank, outcome.out_TD
+    run_ranks(run_norms, 3, make, True)
 
 
 def test_C28_two_groups_at_once() -> None:
-    results = run_ranks(two_groups, 4)
-    assert [group_rank for group_rank, _ in results] == [0, 1, 0, 1]
-    case = case_named("replicas and empty slots")
-    for rank, (group_rank, out_TD) in enumerate(results):
-        assert_same_bits(out_TD, expected_bits(case, group_rank, 2, torch.bfloat16, padded=True, seed=1 + rank // 2))
+    check_two_groups(make, padded=True)
 
 
 def bring_other_numbers_of_rows(rank: int, num_ranks: int) -> str:
     group = world(rank, num_ranks)
     try:
-        run_case(group, case_named("uneven tokens"), "exact", torch.float32, make_dispatcher, padded=False)
+        run_case(group, UNEVEN, make, padded=False)
     except RuntimeError as error:
         return str(error)
     return "nothing was noticed"
@@ -143,7 +114,7 @@ def move_experts(rank: int, num_ranks: int) -> list[Tensor]:
     after = Placement.of_ranks(8, [tuple(reversed(held)) for held in reversed(before.ranks)])
     replicas = ReplicaTable(before, 1, "cpu")
     slots = tuple(len(held) for held in before.ranks)
-    dispatcher = make_dispatcher(world(rank, num_ranks), replicas, slots, case, "exact")
+    dispatcher = make(world(rank, num_ranks), replicas, slots, case, UNEVEN)
     outs = []
     for placement in (before, after):
         replicas.set(placement)
@@ -152,7 +123,7 @@ def move_experts(rank: int, num_ranks: int) -> list[Tensor]:
 
 
 def run_held(
-    dispatcher: AllGatherDispatcher, held: tuple[int | None, ...], case: Case, rank: int, num_ranks: int
+    dispatcher: GroupDispatcher, held: tuple[int | None, ...], case: Case, rank: int, num_ranks: int
 ) -> Tensor:
     """Expert e computes (e + 1) x."""
     inputs = dispatcher.dispatch(*make_batch(case, rank, num_ranks, torch.float32, padded=True))
@@ -185,6 +156,9 @@ def test_buffer_bytes() -> None:
     for combine, rows in zip(combines, (16, 5)):
         dispatcher = AllGatherDispatcher(group, table, (2, 2, 2, 2), top_k=3, combine=combine, device="cpu")
         assert dispatcher.buffer_bytes(10, WIDTH, torch.bfloat16) == 10 * (5 * 64 + rows * 40)
+    # In fp8, 148 columns: records of 148 + 2 scales + 3 slots, so 192 bytes; beside them rows of 156, 1 own, 8 in slots
+    fp8 = AllGatherDispatcher(group, table, (2, 2, 2, 2), top_k=3, fp8_rows=True, device="cpu")
+    assert fp8.buffer_bytes(10, FP8_WIDTH, torch.bfloat16) == 10 * (5 * 192 + 16 * 296 + 9 * 156)
     capped = AllGatherDispatcher(group, table, (2, 2, 2, 2), top_k=3, row_cap=24, device="cpu")
     assert capped.buffer_bytes(10, WIDTH, torch.bfloat16) == 2 * (5 * 64 + 16 * 40)
     with pytest.raises(ValueError, match=r"parallel.row_cap=11 is less than 4 ranks x 3 experts per token"):

@@ -2,49 +2,43 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
 
 from expert_parallel.all_to_all import AllToAllDispatcher
-from expert_parallel.group import ExpertGroup, split
+from expert_parallel.group import ExpertGroup
 from expert_parallel.placement import Placement
+from expert_parallel.reference import ReferenceRanks
 from expert_parallel.replicas import ReplicaTable
-from expert_parallel.rounds import Combine
-from tests.compare import assert_same_bits
+from tests.expert_checks import check_against_reference, check_one_ranks_bits, check_two_groups, record_bytes
 from tests.expert_ranks import (
     CASES,
-    COMBINES,
-    DTYPES,
-    EXPERT_WIDTH,
+    DTYPES_OF_RANKS,
+    FP8_WIDTH,
     WIDTH,
     Case,
     Key,
     Outcome,
-    case_named,
-    expected_bits,
-    expected_of_reference,
+    make_dispatcher,
+    model_dtype,
+    reference_batches,
     run_case,
     run_cases,
     run_norms,
+    width_of,
 )
 from tests.ranks import RanksFailed, run_ranks, world
 
-
-def make_dispatcher(
-    group: ExpertGroup, replicas: ReplicaTable, slots_per_rank: tuple[int, ...], case: Case, combine: Combine
-) -> AllToAllDispatcher:
-    cap = case.row_cap(group.size, case.top_k) if case.row_cap else None
-    return AllToAllDispatcher(
-        group, replicas, slots_per_rank, top_k=case.top_k, combine=combine, row_cap=cap, device="cpu"
-    )
+make = partial(make_dispatcher, AllToAllDispatcher)
+UNEVEN = Key("uneven tokens", "exact", torch.float32)
 
 
-@pytest.fixture(scope="module", params=[1, 2, 3, 4, 8], ids=lambda n: f"{n}-ranks")
+@pytest.fixture(scope="module", params=DTYPES_OF_RANKS, ids=lambda n: f"{n}-ranks")
 def outcomes(request: pytest.FixtureRequest) -> list[dict[Key, Outcome]]:
-    return run_ranks(run_cases, request.param, make_dispatcher, False)
+    return run_ranks(run_cases, request.param, make, False, DTYPES_OF_RANKS[request.param])
 
 
 each_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -52,29 +46,13 @@ each_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 
 @each_case
 def test_exact_has_the_bits_of_one_rank(outcomes: list[dict[Key, Outcome]], case: Case) -> None:
-    for dtype in DTYPES:
-        for rank, of_rank in enumerate(outcomes):
-            expected = expected_bits(case, rank, len(outcomes), dtype, padded=False)
-            assert_same_bits(of_rank[Key(case.name, "exact", dtype)].out_TD, expected)
+    check_one_ranks_bits(outcomes, case, padded=False)
 
 
 @each_case
 def test_both_ways_equal_the_reference_of_all_ranks(outcomes: list[dict[Key, Outcome]], case: Case) -> None:
     """Rows arrive in the reference's order and come home with its bits, summed rank by rank too."""
-    for combine in COMBINES:
-        for dtype in DTYPES:
-            expected = expected_of_reference(case, len(outcomes), combine, dtype, padded=False)
-            for rank, of_rank in enumerate(outcomes):
-                got = of_rank[Key(case.name, combine, dtype)]
-                # In a later round a token's index, and with it its replica and so its rank, is another one.
-                one_sum = combine == "exact" or case.row_cap is None or "replicas" not in case.name
-                if one_sum:
-                    assert_same_bits(got.out_TD, expected.outs[rank])
-                else:
-                    torch.testing.assert_close(got.out_TD, expected.outs[rank], rtol=0.05, atol=0.5)
-                if case.row_cap is None:
-                    assert_same_bits(got.rows_RD, expected.inputs[rank].rows_XD)
-                    assert_same_bits(got.offsets_S1, expected.inputs[rank].offsets_S1)
+    check_against_reference(outcomes, case, padded=False)
 
 
 @each_case
@@ -82,14 +60,13 @@ def test_rounds_stay_below_the_cap_and_are_the_same_on_all_ranks(
     outcomes: list[dict[Key, Outcome]], case: Case
 ) -> None:
     num_ranks = len(outcomes)
-    rounds = {of_rank[Key(case.name, "exact", torch.float32)].num_rounds for of_rank in outcomes}
+    keys = [key for key in outcomes[0] if key.case == case.name]
+    rounds = {of_rank[key].num_rounds for of_rank in outcomes for key in keys}
     assert len(rounds) == 1
     if case.row_cap is None:
         assert rounds == {1}
         return
-    cap = case.row_cap(num_ranks, case.top_k)
-    most = [of_rank[Key(case.name, "exact", torch.float32)].most_rows for of_rank in outcomes]
-    assert max(most) <= cap
+    assert max(of_rank[key].most_rows for of_rank in outcomes for key in keys) <= case.row_cap(num_ranks, case.top_k)
     most_tokens = max(case.num_tokens(rank, num_ranks) for rank in range(num_ranks))
     assert min(max(most_tokens, 1), 2) <= rounds.pop() <= max(most_tokens, 1)  # one token of each rank always fits
 
@@ -100,46 +77,28 @@ def test_bytes_a_row_goes_once_to_a_rank(outcomes: list[dict[Key, Outcome]], cas
     if case.row_cap is not None:
         return  # replicas follow a token's index within its round
     num_ranks = len(outcomes)
-    for combine in COMBINES:
-        handles = [
-            inputs.handle
-            for inputs in expected_of_reference(case, num_ranks, combine, torch.float32, padded=False).inputs
-        ]
+    reference = ReferenceRanks(case.placement(case.num_experts, num_ranks), "exact")
+    inputs = reference.dispatch(reference_batches(case, num_ranks, torch.float32, padded=False))
+    handles = [of_rank.handle for of_rank in inputs]
+    for key in (key for key in outcomes[0] if key.case == case.name):
+        row_home = width_of(key.dtype) * model_dtype(key.dtype).itemsize
         for rank, of_rank in enumerate(outcomes):
-            traffic = of_rank[Key(case.name, combine, torch.float32)].traffic
+            traffic = of_rank[key].traffic
             away = [(to, row.token) for to, rows in enumerate(handles) for row in rows if row.source == rank != to]
             assert traffic.records_sent == len(set(away))
-            record = -(-(4 * WIDTH + 4 * case.top_k * (2 if combine == "fast" else 1)) // 64) * 64
-            assert traffic.dispatch_bytes == len(set(away)) * record
+            assert traffic.dispatch_bytes == len(set(away)) * record_bytes(case, key)
             computed = [(row.source, row.token) for row in handles[rank] if row.source != rank]
-            sent_home = len(computed) if combine == "exact" else len(set(computed))
-            assert traffic.combine_bytes == 4 * WIDTH * sent_home
+            sent_home = len(computed) if key.combine == "exact" else len(set(computed))
+            assert traffic.combine_bytes == row_home * sent_home
             assert traffic.count_bytes == 4 * (num_ranks - 1) * (2 * num_ranks + 3)
 
 
 def test_the_norm_that_follows_has_the_bits_of_one_after_the_other() -> None:
-    run_ranks(run_norms, 3, make_dispatcher, False)
-
-
-def two_groups(rank: int, num_ranks: int) -> tuple[int, Tensor]:
-    """Two expert groups at once, with other weights and other tokens, and after them one group of all ranks."""
-    everyone = world(rank, num_ranks)
-    group = split(everyone, 2, timedelta(seconds=30))
-    seed = 1 + rank // 2
-    case = case_named("uneven tokens")
-    outcome = run_case(group, case, "exact", torch.bfloat16, make_dispatcher, padded=False, seed=seed)
-    joint = run_case(everyone, case, "exact", torch.bfloat16, make_dispatcher, padded=False)
-    return group.rank, torch.cat([outcome.out_TD, joint.out_TD])
+    run_ranks(run_norms, 3, make, False)
 
 
 def test_C28_two_groups_at_once() -> None:
-    results = run_ranks(two_groups, 4)
-    assert [group_rank for group_rank, _ in results] == [0, 1, 0, 1]
-    case = case_named("uneven tokens")
-    for rank, (group_rank, out_TD) in enumerate(results):
-        alone = expected_bits(case, group_rank, 2, torch.bfloat16, padded=False, seed=1 + rank // 2)
-        joint = expected_bits(case, rank, 4, torch.bfloat16, padded=False)
-        assert_same_bits(out_TD, torch.cat([alone, joint]))
+    check_two_groups(make, padded=False)
 
 
 class LyingGroup(ExpertGroup):
@@ -158,7 +117,7 @@ class LyingGroup(ExpertGroup):
 def announce_one_too_few(rank: int, num_ranks: int) -> str:
     group = LyingGroup(rank, num_ranks, world(rank, num_ranks).process_group)
     try:
-        run_case(group, case_named("uneven tokens"), "exact", torch.float32, make_dispatcher, padded=False)
+        run_case(group, UNEVEN, make, padded=False)
     except RuntimeError as error:
         return str(error)
     return "nothing was noticed"
@@ -176,7 +135,7 @@ def leave_out_a_rank(rank: int, num_ranks: int) -> None:
     if rank == 1:
         raise ValueError("the cause itself")
     group = world(rank, num_ranks)
-    run_case(group, case_named("uneven tokens"), "exact", torch.float32, make_dispatcher, padded=False)
+    run_case(group, UNEVEN, make, padded=False)
 
 
 def test_a_rank_that_fails_is_named_and_the_others_end() -> None:
@@ -184,13 +143,13 @@ def test_a_rank_that_fails_is_named_and_the_others_end() -> None:
         run_ranks(leave_out_a_rank, 3)
 
 
-def alone(num_ranks: int, row_cap: int | None = None, top_k: int = 2) -> AllToAllDispatcher:
+def alone(num_ranks: int, row_cap: int | None = None, top_k: int = 2, fp8_rows: bool = False) -> AllToAllDispatcher:
     """A dispatcher that is only asked for sizes."""
     placement = Placement.contiguous(8, num_ranks)
     group = ExpertGroup(0, num_ranks, None)  # pyright: ignore
     slots = tuple(len(held) for held in placement.ranks)
     return AllToAllDispatcher(
-        group, ReplicaTable(placement, 1, "cpu"), slots, top_k=top_k, row_cap=row_cap, device="cpu"
+        group, ReplicaTable(placement, 1, "cpu"), slots, top_k=top_k, row_cap=row_cap, fp8_rows=fp8_rows, device="cpu"
     )
 
 
@@ -204,4 +163,11 @@ def test_buffer_bytes_are_bounded_by_the_cap() -> None:
     """20 columns of bf16: records of 64 bytes sent and received, rows of 40 returned and at home."""
     assert alone(4, row_cap=100).buffer_bytes(1000, WIDTH, torch.bfloat16) == 100 * (2 * 64 + 2 * 40)
     assert alone(4).buffer_bytes(10, WIDTH, torch.bfloat16) == 4 * 10 * 2 * (2 * 64 + 2 * 40)
-    assert EXPERT_WIDTH < WIDTH
+
+
+def test_buffer_bytes_of_rows_in_fp8() -> None:
+    """148 columns: records of 148 + 2 scales + 2 slots, so 192 bytes; rows of 296 come home; beside them 156 bytes for
+    each of this rank's rows before they leave and each row of its experts."""
+    dispatcher = alone(4, row_cap=100, fp8_rows=True)
+    assert dispatcher.buffer_bytes(1000, FP8_WIDTH, torch.bfloat16) == 100 * (2 * 192 + 2 * 296) + (100 + 100) * 156
+    assert dispatcher.buffer_bytes(5, FP8_WIDTH, torch.bfloat16) == 40 * (2 * 192 + 2 * 296) + (5 + 40) * 156
