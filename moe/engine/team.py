@@ -42,6 +42,11 @@ class Team:
     def size(self) -> int:
         return self.ranks.everyone.size
 
+    @property
+    def closed(self) -> bool:
+        """Whether this rank has left, in order or after a fault: no collective may follow."""
+        return self._closed
+
     def close(self) -> None:
         """Leave together; every rank calls it. Closing twice is fine."""
         if self._closed:
