@@ -51,6 +51,10 @@ class JobReport:
     computed_prompt_tokens: int = 0  # prefilled; again after a preemption included
     latencies: dict[str, Any] = field(default_factory=dict)  # as Latencies.as_dict gives them
     expert_counts: list[list[int]] = field(default_factory=list)  # tokens per layer and logical expert
+    rank_balance: float | None = None  # mean over max of the ranks' rows; None: one rank
+    experts_moved: int = 0
+    rebalances: int = 0
+    balance_seconds: float = 0.0
 
     @classmethod
     def of(
@@ -78,6 +82,10 @@ class JobReport:
             computed_prompt_tokens=stats.computed_prompt_tokens,
             latencies=stats.latencies.as_dict(),
             expert_counts=stats.expert_counts,
+            rank_balance=stats.rank_balance,
+            experts_moved=stats.experts_moved,
+            rebalances=stats.rebalances,
+            balance_seconds=stats.balance_seconds,
         )
 
     def as_dict(self) -> dict[str, Any]:
@@ -99,7 +107,15 @@ class JobReport:
                 "expert load, mean / max",
                 "-" if self.expert_balance is None else f"{self.expert_balance:.2f} (1 is even)",
             ),
+            *self._rank_rows(),
         ]
+
+    def _rank_rows(self) -> list[tuple[str, str]]:
+        """Of several ranks alone."""
+        if self.rank_balance is None:
+            return []
+        moved = f"{self.experts_moved:,} in {self.rebalances:,} rebalances ({self.balance_seconds:.1f} s)"
+        return [("rank load, mean / max", f"{self.rank_balance:.2f}"), ("experts moved", moved)]
 
     def _percentiles(self, name: str) -> str:
         times = self.latencies.get(name, {})
