@@ -104,10 +104,10 @@ class JournalReader:
             if entry is None or entry.kind != HEADER_KIND:
                 raise ValueError("its first line is damaged")
             content = json.loads(entry.record)
-            if content["journal"] != FORMAT:
-                raise ValueError(f"it has the format {content['journal']}, this version writes {FORMAT}")
-            return Header(content["run"], content["rank"], content["fingerprint"])
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            if not isinstance(content, dict) or content.pop("journal", None) != FORMAT:
+                raise ValueError(f"this version reads and writes format {FORMAT} alone")
+            return Header(**content)
+        except (ValueError, TypeError, RecursionError) as error:
             raise JournalError(
                 f"{self.path} is no journal that can be used: {error}; move it away, or give job.overwrite=true "
                 "job.resume=never to drop what unfinished runs left."

@@ -41,13 +41,16 @@ def begin_run(
 ) -> Start:
     """Decide, and clear away what is of no use any more. ValueError where the user must decide first.
 
-    `overwrite`: an output, or an unfinished run of other settings, may be replaced. `restarted`: an earlier attempt of
-    this very launch may have finished the output, which then is not made again.
+    `overwrite`: an output, or an unfinished run of other settings, may be replaced. `restarted`: what is there, unfinished
+    or whole, is of an earlier attempt of this very launch; it is kept whatever was asked of older runs.
     """
+    mode = "auto" if restarted and job.resume_mode == "never" else job.resume_mode
+    _wait_for_writers(files, files.journals())
+    if mode == "never" and overwrite:
+        files.drop_journals()
     journals = files.journals()
-    _wait_for_writers(files, journals)
     mark = files.mark()
-    kept = job.resume_mode != "never" and (restarted or not overwrite)
+    kept = mode != "never" and (restarted or not overwrite)
     if kept and mark is not None and mark.fingerprint == fingerprint:
         files.drop_journals()
         return Start(whole=mark)
@@ -58,10 +61,10 @@ def begin_run(
             journal.path.unlink(missing_ok=True)  # killed at birth
         else:
             headers[journal] = header
-    if headers and not _goes_on(files, fingerprint, job, overwrite=overwrite, latest=headers[max(headers)]):
+    if headers and not _goes_on(files, fingerprint, mode, overwrite=overwrite, latest=headers[max(headers)]):
         headers = {}
     if not headers:
-        if job.resume_mode == "require":
+        if mode == "require":
             raise ValueError(
                 f"job.resume=require: beside output={files.output} there is no unfinished run; give the output of one, "
                 "or job.resume=auto."
@@ -93,22 +96,20 @@ def _shown(value: str | None, equals: str = "") -> str:
     return f"{equals}{value}"
 
 
-def _goes_on(files: RunFiles, fingerprint: dict[str, str], job: JobConfig, *, overwrite: bool, latest: Header) -> bool:
+def _goes_on(files: RunFiles, fingerprint: dict[str, str], mode: str, *, overwrite: bool, latest: Header) -> bool:
     """Whether the unfinished run is resumed; False: it may be dropped."""
-    if job.resume_mode == "never":
-        if not overwrite:
-            raise ValueError(
-                f"output={files.output}: {files.journals()[-1].path.name} holds records of a run that did not end; "
-                "go on with it (job.resume=auto), give another output, or job.overwrite=true to drop them."
-            )
-        return False
+    if mode == "never":
+        raise ValueError(
+            f"output={files.output}: {files.journals()[-1].path.name} holds records of a run that did not end; go on "
+            "with it (job.resume=auto), give another output, or job.overwrite=true to drop them."
+        )
     if latest.fingerprint == fingerprint:
         return True
     differs = differing(latest.fingerprint, fingerprint)
-    if job.resume_mode == "force":
+    if mode == "force":
         logger.warning("going on with a run of other settings (job.resume=force): %s", differs)
         return True
-    if overwrite and job.resume_mode == "auto":
+    if overwrite and mode == "auto":
         logger.warning("an unfinished run of other settings is dropped (job.overwrite): %s", differs)
         return False
     raise ValueError(

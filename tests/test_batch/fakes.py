@@ -1,10 +1,23 @@
-"""An engine and a tokenizer that answer at once and predictably: for tests of everything around them."""
+"""An engine and a tokenizer that answer at once and predictably, and a whole job on them: for tests of everything
+around them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+from configs.schema import Config
+from moe.batch.job import Job
+from moe.batch.journal import Header
+from moe.batch.journal_writer import JournalWriter
+from moe.batch.ledger import Ledger
+from moe.batch.output import put_together
+from moe.batch.report import Progress
+from moe.batch.resume import begin_run
+from moe.batch.run_files import RunFiles
+from moe.batch.sources import Source, job_lines
 from moe.engine.request import CompletionOutput, Logprob, Request, RequestOutput
 from moe.engine.stats import EngineStats
 
@@ -32,13 +45,33 @@ class FakeEngine:
     A prompt of more than 1000 ids comes back with an error; one that holds "!" ends with finish_reason "error".
     """
 
-    def __init__(self) -> None:
+    def __init__(self, max_num_seqs: int = 256) -> None:
         self.stats = EngineStats(kv_blocks_total=8)
+        self.max_num_seqs = max_num_seqs
+        self.expects_more = self.joined = False
+        self.stop_wanted = self.stopped = 0
         self.requests: list[Request] = []
         self.most_running = 0
         self.finished: list[str] = []
         self._left: dict[str, int] = {}
         self._by_id: dict[str, Request] = {}
+        self._aborted: list[str] = []
+
+    @property
+    def has_unfinished(self) -> bool:
+        return bool(self._left)
+
+    @property
+    def num_waiting(self) -> int:
+        return max(0, len(self._left) - self.max_num_seqs)
+
+    def join(self) -> None:
+        """Alone there is nobody to join."""
+
+    def abort(self, request_id: str) -> bool:
+        self._aborted.append(request_id)
+        self._left[request_id] = 1
+        return True
 
     def add_request(self, request: Request) -> None:
         assert request.request_id not in self._by_id, "an id was used twice"
@@ -62,7 +95,7 @@ class FakeEngine:
     def _answer(self, request: Request) -> RequestOutput:
         prompt_ids = list(request.prompt_token_ids)
         text = "".join(chr(i) for i in prompt_ids).upper()
-        error, reason = None, "stop"
+        error, reason = None, "abort" if request.request_id in self._aborted else "stop"
         if len(prompt_ids) > 1000:
             error, reason = "the prompt has too many tokens", "error"
         elif "!" in text:
@@ -77,3 +110,34 @@ class FakeEngine:
         self.stats.output_tokens += len(ids) * request.params.n
         rejected = error is not None
         return RequestOutput(request.request_id, request.prompt, prompt_ids, outputs, True, 3, None, error, rejected)
+
+
+def run_job(
+    config: Config,
+    engine: Any = None,
+    tokenizer: Callable[[], Any] | None = FakeTokenizer,
+    *,
+    on_step: Callable[[Progress], None] | None = None,
+    stop: Callable[[], int] = lambda: 0,
+    fingerprint: dict[str, str] | None = None,
+) -> tuple[Job, Ledger]:
+    """A whole run on one rank, as `launch` has it: what is there, lines, journal, output unless it was stopped."""
+    assert config.output is not None
+    files, fingerprint = RunFiles(Path(config.output), config.job.shards), fingerprint or {"a": "1"}
+    start = begin_run(files, fingerprint, config.job, overwrite=config.job.overwrite)
+    lines = start.ledger.pending(job_lines(config, Source.open(config)))
+    job = Job(config, engine or FakeEngine(), tokenizer() if tokenizer else None, "fake")
+    with JournalWriter(files.journal_path(start.run, 0), Header(start.run, 0, fingerprint)) as journal:
+        job.run(lines, journal, on_step, stop)
+    if not job.stopped:
+        put_together(files, fingerprint, start.ledger)
+    return job, start.ledger
+
+
+def jsonl(*records: Any) -> bytes:
+    return b"".join(json.dumps(record).encode() + b"\n" for record in records)
+
+
+def read_jsonl(path: Path) -> list[dict[str, Any]]:
+    """Records of a file that is split at byte 0x0A alone."""
+    return [json.loads(line) for line in path.read_bytes().split(b"\n")[:-1]]

@@ -1,20 +1,22 @@
-"""A whole file through a job: order, window, error records, the output file."""
+"""A whole file through a job: order, what is held, error records, timeouts, stops."""
 
 from __future__ import annotations
 
+import itertools
 import json
-import os
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from configs.schema import Config
-from moe.batch.answers import AnswerFile
-from moe.batch.job import Job, bad_lines, job_files
-from moe.batch.lines import Line, read_lines
+from configs.schema import Config, EngineConfig, JobConfig
+from moe.batch.job import FIRST_LINES, TOO_MANY_ERRORS, Job
+from moe.batch.lines import InputFault, Line
+from moe.batch.order import in_runs
 from moe.batch.report import Progress
-from tests.test_batch.fakes import FakeEngine, FakeTokenizer
+from moe.engine.request import RequestOutput
+from tests.test_batch.fakes import FakeEngine, FakeTokenizer, jsonl, read_jsonl, run_job
 
 
 def run(
@@ -22,20 +24,12 @@ def run(
 ) -> tuple[list[dict[str, Any]], FakeEngine, Job, list[Progress]]:
     """Records written for the input bytes, and everything that took part."""
     config = config or Config()
-    source, output = folder / "in.jsonl", folder / "out.jsonl"
-    source.write_bytes(data)
+    config.input, config.output = str(folder / "in.jsonl"), str(folder / "out.jsonl")
+    config.job.overwrite = True
+    Path(config.input).write_bytes(data)
     engine, seen = FakeEngine(), []
-    job = Job(config, engine, tokenizer() if tokenizer else None, "fake")
-    with AnswerFile.open(output, overwrite=True) as answers:
-        job.run(source, answers, seen.append)
-    with output.open("rb") as file:
-        lines = list(read_lines(file))
-    assert all(isinstance(line, Line) for line in lines)
-    return [line.record for line in lines if isinstance(line, Line)], engine, job, seen
-
-
-def jsonl(*records: Any) -> bytes:
-    return b"".join(json.dumps(record).encode() + b"\n" for record in records)
+    job, _ = run_job(config, engine, tokenizer, on_step=seen.append)
+    return read_jsonl(Path(config.output)), engine, job, seen
 
 
 def test_c04_bad_lines_are_records_and_the_run_goes_on(tmp_path: Path) -> None:
@@ -144,23 +138,22 @@ def test_records_come_in_input_order_whatever_finishes_first(tmp_path: Path) -> 
     assert [progress.lines_done for progress in seen][-1] == 4
 
 
-def test_the_window_bounds_what_is_read_ahead(tmp_path: Path) -> None:
-    config = Config()
-    config.job.window = 4
-    data = jsonl({"id": 0, "prompt": "p", "max_tokens": 20}, *({"id": i, "prompt": "p"} for i in range(1, 30)))
-    records, engine, _, seen = run(tmp_path, data, config)
-    assert [record["id"] for record in records] == list(range(30))
-    assert engine.most_running == 4
-    early = [progress for progress in seen if progress.lines_done < progress.lines_read]
-    assert early and max(progress.lines_read for progress in early[:19]) == 4  # the first line holds the window
+def test_what_is_held_is_what_runs_and_a_little(tmp_path: Path) -> None:
+    config = Config(input=str(tmp_path / "in.jsonl"), output=str(tmp_path / "out.jsonl"), job=JobConfig(order="file"))
+    lines = [{"id": 0, "prompt": "p", "max_tokens": 60}, *({"id": i, "prompt": "p"} for i in range(1, 200))]
+    (tmp_path / "in.jsonl").write_bytes(jsonl(*lines))
+    engine, seen = FakeEngine(max_num_seqs=4), []
+    run_job(config, engine, on_step=seen.append)
+    assert [record["id"] for record in read_jsonl(tmp_path / "out.jsonl")] == list(range(200))
+    assert engine.most_running == 5  # the places and a sixteenth of them, but one at least
+    assert max(progress.lines_read - progress.lines_done for progress in seen) <= 5
+    assert seen[50].lines_done > 150  # the oldest line, still running, holds nobody up
 
 
-def test_a_window_full_of_bad_lines_is_written_without_a_step(tmp_path: Path) -> None:
-    config = Config()
-    config.job.window = 2
-    records, engine, job, _ = run(tmp_path, b"nope\n" * 9, config)
-    assert [record["line"] for record in records] == list(range(1, 10))
-    assert engine.stats.steps == 0 and job.lines_failed == 9
+def test_bad_lines_alone_need_no_step(tmp_path: Path) -> None:
+    records, engine, job, _ = run(tmp_path, b"nope\n" * 2000)
+    assert [record["line"] for record in records] == list(range(1, 2001))
+    assert engine.stats.steps == 0 and job.lines_failed == 2000
 
 
 def test_duplicate_ids_are_both_kept_and_told_apart_by_line(tmp_path: Path) -> None:
@@ -216,17 +209,6 @@ def test_a_model_without_tokenizer_takes_token_ids(tmp_path: Path) -> None:
     assert records[1]["token_ids"] == [65]
 
 
-def test_each_record_is_in_the_file_before_the_next_step(tmp_path: Path) -> None:
-    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
-    source.write_bytes(jsonl({"prompt": "a", "max_tokens": 1}, {"prompt": "b", "max_tokens": 3}))
-    sizes: list[int] = []
-    with AnswerFile.open(output, overwrite=False) as answers:
-        Job(Config(), FakeEngine(), FakeTokenizer(), "m").run(
-            source, answers, lambda _: sizes.append(output.stat().st_size)
-        )
-    assert 0 < sizes[0] == sizes[1] < sizes[2] == output.stat().st_size
-
-
 def test_a_fault_of_the_engine_leaves_earlier_records_whole(tmp_path: Path) -> None:
     class Faulty(FakeEngine):
         def step(self) -> Any:
@@ -234,96 +216,140 @@ def test_a_fault_of_the_engine_leaves_earlier_records_whole(tmp_path: Path) -> N
                 raise RuntimeError("the device is gone")
             return super().step()
 
-    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
-    source.write_bytes(jsonl({"prompt": "a", "max_tokens": 1}, {"prompt": "b", "max_tokens": 9}))
-    with pytest.raises(RuntimeError, match="the device is gone"), AnswerFile.open(output, overwrite=False) as answers:
-        Job(Config(), Faulty(), FakeTokenizer(), "m").run(source, answers)
-    assert [json.loads(line)["text"] for line in output.read_bytes().splitlines()] == ["A"]
-
-
-def test_bad_lines_are_found_without_a_model(tmp_path: Path) -> None:
-    path = tmp_path / "in.jsonl"
-    path.write_bytes(jsonl({"prompt": "x"}, {"prompt": 1}, {"prompt": "x", "max_tokens": 2}) + b"nope\n")
-    config = Config()
-    config.sampling.min_tokens = 5
-    found = dict(bad_lines(path, None, config.sampling))
-    assert found[1] is None
-    assert [number for number, reason in found.items() if reason] == [2, 3, 4]
-    assert "min_tokens=5 exceeds max_tokens=2" in str(found[3])  # line and command line together
-
-
-def test_job_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    source = tmp_path / "questions.jsonl"
-    source.write_text("{}\n")
-    config = Config()
-    assert job_files(config).output == Path("demo.answers.jsonl") and job_files(config).overwrite
-    config.input = str(source)
-    assert job_files(config).output == Path("questions.answers.jsonl") and not job_files(config).overwrite
-    config.output = str(source)
-    with pytest.raises(ValueError, match="is the input file"):
-        job_files(config)
-    os.link(source, tmp_path / "other.jsonl")  # the same file by another name
-    config.output = "other.jsonl"
-    with pytest.raises(ValueError, match="is the input file"):
-        job_files(config)
-    config.output = str(tmp_path)
-    with pytest.raises(ValueError, match="is a folder"):
-        job_files(config)
-    config.input = "missing.jsonl"
-    with pytest.raises(ValueError, match=r"input=missing\.jsonl does not exist"):
-        job_files(config)
-    config.input = "a" * 300  # a name that the system refuses to look up
-    with pytest.raises(ValueError, match=r"a cannot be read: File name too long"):
-        job_files(config)
-    os.mkfifo("pipe")
-    config.input = "pipe"
-    with pytest.raises(ValueError, match="input=pipe is a pipe or a device"):
-        job_files(config)
-    config.input, config.output = str(source), "b" * 300
-    with pytest.raises(ValueError, match="b cannot be written: File name too long"):
-        AnswerFile.open(job_files(config).output, overwrite=False)
-
-
-@pytest.mark.parametrize("exists", [True, False])
-def test_a_report_destroys_neither_prompts_nor_answers(tmp_path: Path, exists: bool) -> None:
-    (tmp_path / "in.jsonl").write_text("{}\n")
-    (tmp_path / "link.jsonl").symlink_to("in.jsonl")
-    if exists:
-        (tmp_path / "out.jsonl").touch()
     config = Config(input=str(tmp_path / "in.jsonl"), output=str(tmp_path / "out.jsonl"))
-    for name, key in (("in.jsonl", "input"), ("link.jsonl", "input"), ("out.jsonl", "output")):
-        config.job.report = str(tmp_path / "." / name)
-        with pytest.raises(ValueError, match=f"is the {key} file, which it would destroy"):
-            job_files(config)
-    config.job.report = str(tmp_path / "report.json")
-    assert job_files(config).report == tmp_path / "report.json"
+    (tmp_path / "in.jsonl").write_bytes(jsonl({"prompt": "a", "max_tokens": 1}, {"prompt": "b", "max_tokens": 9}))
+    with pytest.raises(RuntimeError, match="the device is gone"):
+        run_job(config, Faulty())
+    assert not (tmp_path / "out.jsonl").exists()
+    engine = FakeEngine()
+    run_job(config, engine)
+    assert [request.request_id for request in engine.requests] == ["line-2"]
+    assert [record["text"] for record in read_jsonl(tmp_path / "out.jsonl")] == ["A", "B"]
 
 
-def test_output_file_is_proved_and_protected(tmp_path: Path) -> None:
-    path = tmp_path / "out.jsonl"
-    with pytest.raises(ValueError, match="make the folder"):
-        AnswerFile.open(tmp_path / "no" / "out.jsonl", overwrite=False)
-    with AnswerFile.open(path, overwrite=False):
-        assert path.exists()  # proved by making it
-    assert not path.exists()  # nothing was written: the next run is not refused
-    path.write_text("old\n")
-    with pytest.raises(ValueError, match=r"exists; give another name, or job\.overwrite=true"):
-        AnswerFile.open(path, overwrite=False)
-    with AnswerFile.open(path, overwrite=True) as answers:
-        assert path.read_text() == "old\n"  # untouched until the model is loaded
-        answers.begin()
-        answers.append(b"new\n")
-        answers.append(b"more\n")
-    assert path.read_text() == "new\nmore\n"
+def test_a_damaged_input_is_told_after_the_lines_before_it(tmp_path: Path) -> None:
+    def lines() -> Any:
+        yield Line(1, {"prompt": "a"})
+        yield Line(2, {"prompt": "b", "max_tokens": 9})
+        raise InputFault("in.gz is cut off")
+
+    class Kept(list[Any]):
+        def append(self, *entry: Any) -> None:
+            super().append(entry)
+
+    journal = Kept()
+    with pytest.raises(InputFault, match=r"in\.gz is cut off"):
+        Job(Config(), FakeEngine(), FakeTokenizer(), "m").run(lines(), journal)
+    assert [entry[0] for entry in journal] == [1, 2]
 
 
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full, a device that is always full")
-def test_a_full_disk_says_so(tmp_path: Path) -> None:
-    source = tmp_path / "in.jsonl"
-    source.write_bytes(jsonl({"prompt": "a"}))
-    with (
-        AnswerFile.open(Path("/dev/full"), overwrite=False) as answers,
-        pytest.raises(OSError, match="the disk is full"),
-    ):
-        Job(Config(), FakeEngine(), FakeTokenizer(), "m").run(source, answers)
+def test_a_line_that_takes_too_long_is_an_error_record(tmp_path: Path) -> None:
+    class Slow(FakeEngine):
+        def step(self) -> list[RequestOutput]:
+            time.sleep(0.002)
+            return super().step()
+
+    config = Config(input=str(tmp_path / "in.jsonl"), output=str(tmp_path / "out.jsonl"))
+    config.job.line_timeout_s = 0.2
+    body = {"prompt": "c", "max_tokens": 1_000_000}
+    openai = {"custom_id": "c", "method": "POST", "url": "/v1/completions", "body": body}
+    slow, quick = {"id": "a", "prompt": "a", "max_tokens": 1_000_000}, {"id": "b", "prompt": "b"}
+    (tmp_path / "in.jsonl").write_bytes(jsonl(slow, quick, openai))
+    job, _ = run_job(config, Slow())
+    records = read_jsonl(tmp_path / "out.jsonl")
+    assert records[0]["error"]["type"] == "timeout" and job.errors == {"timeout": 2}
+    assert records[0]["error"]["message"].startswith("not answered within 0.2 s (job.line_timeout_s); it had ")
+    assert records[1]["text"] == "B"
+    assert records[2]["response"]["status_code"] == 504 and records[2]["error"]["code"] == "timeout"
+
+
+def test_too_many_errors_stop_the_job_and_it_goes_on(tmp_path: Path) -> None:
+    config = Config(input=str(tmp_path / "in.jsonl"), output=str(tmp_path / "out.jsonl"), job=JobConfig(order="file"))
+    lines = [{"id": i, "prompt": 5 if i in (1, 3, 5) else "x"} for i in range(8)]
+    (tmp_path / "in.jsonl").write_bytes(jsonl(*lines))
+    config.job.max_errors = 3
+    job, _ = run_job(config)
+    assert (job.stopped, job.lines_failed) == (0, 3)  # so many may fail
+    (tmp_path / "out.jsonl").unlink()
+    config.job.max_errors = 1
+    engine = FakeEngine()
+    job, _ = run_job(config, engine)
+    assert (job.stopped, job.lines_failed) == (TOO_MANY_ERRORS, 2) and not (tmp_path / "out.jsonl").exists()
+    config.job.max_errors, again = None, FakeEngine()
+    job, ledger = run_job(config, again)
+    assert ledger.kept == 4 and job.lines_failed == 1  # two error records, and what ran beside them
+    assert [record["id"] for record in read_jsonl(tmp_path / "out.jsonl")] == list(range(8))
+
+
+def test_a_stop_comes_after_the_running_step(tmp_path: Path) -> None:
+    config = Config(input=str(tmp_path / "in.jsonl"), output=str(tmp_path / "out.jsonl"), job=JobConfig(order="file"))
+    (tmp_path / "in.jsonl").write_bytes(jsonl(*({"prompt": "x", "max_tokens": 1 + i} for i in range(20))))
+    engine = FakeEngine()
+    job, _ = run_job(config, engine, stop=lambda: 15 if engine.stats.steps == 5 else 0)
+    assert (job.stopped, job.lines_written, engine.stats.steps) == (15, 5, 5)
+    _, ledger = run_job(config)
+    assert ledger.kept == 5 and len(read_jsonl(tmp_path / "out.jsonl")) == 20
+
+
+class InStepEngine(FakeEngine):
+    """One rank's engine beside others that stop when told to: `claimed` lines of each step."""
+
+    def __init__(self, places: int) -> None:
+        super().__init__(places)
+        self.most_waiting = 0
+        self.claimed: list[int] = []
+        self.agreed_stop_at = 1 << 30
+
+    @property
+    def has_unfinished(self) -> bool:
+        return self.joined
+
+    def join(self) -> None:
+        self.joined = True
+
+    def step(self) -> list[RequestOutput]:
+        self.most_waiting = max(self.most_waiting, self.num_waiting)
+        self.claimed.append(len(self.requests) - sum(self.claimed))
+        if len(self.claimed) == self.agreed_stop_at:
+            self.stopped, self.joined = 15, False
+            return []
+        outputs = super().step() if self._left else []
+        self.joined = bool(self._left) or self.expects_more
+        return outputs
+
+
+def run_in_step(num_lines: int, engine: InStepEngine, **config: Any) -> tuple[Job, list[int]]:
+    """A rank that claims every run of lines; each line is a run of its own. The numbers of the finished lines."""
+    counter = itertools.count()
+    lines = in_runs(
+        (Line(i, {"prompt": "abcd", "max_tokens": 1 + i % 3}) for i in range(1, num_lines + 1)), lambda: next(counter)
+    )
+    job, finished = Job(Config(engine=EngineConfig(**config)), engine, FakeTokenizer(), "fake"), []
+
+    class Numbers:
+        def append(self, number: int, *_: Any) -> None:
+            finished.append(number)
+
+    job.run(lines, Numbers())
+    return job, finished
+
+
+def test_lines_are_claimed_in_turns_and_never_far_ahead() -> None:
+    engine = InStepEngine(32)
+    job, finished = run_in_step(100, engine)
+    assert sorted(finished) == list(range(1, 101)) and not engine.expects_more and not job.stopped
+    assert engine.claimed[0] == FIRST_LINES and max(engine.claimed) <= 32
+    assert engine.most_waiting <= 2  # a sixteenth of the places
+
+
+def test_long_prompts_are_dealt_out_by_their_tokens() -> None:
+    engine = InStepEngine(32)
+    run_in_step(20, engine, max_batched_tokens=10)
+    assert engine.claimed[0] == 3  # of 4 tokens each: the third goes over the budget of a step
+
+
+def test_what_another_rank_wants_stops_this_one() -> None:
+    engine = InStepEngine(32)
+    engine.agreed_stop_at = 3
+    job, finished = run_in_step(100, engine)
+    assert job.stopped == 15 and len(engine.claimed) == 3 and len(finished) < 100
