@@ -135,8 +135,8 @@ def help_text(program: str) -> str:
         rows.append(f"  {text:<40}{key.help} ({type_words(key)})")
     rows += [
         "",
-        "exit codes: 0 every line answered; 1 the job failed; 2 a wrong command line, config or file; 3 some lines failed;",
-        "130 and 143 stopped by Ctrl-C and SIGTERM. After 1, 130 and 143 the same command goes on where it stopped.",
+        "exit codes: 0 every line answered; 1 the job failed; 2 a wrong command line, config or file; 3 some lines",
+        "failed; 130 and 143 stopped by Ctrl-C and SIGTERM. After 1, 130 and 143 the same command goes on.",
     ]
     return "\n".join(rows)
 

@@ -41,8 +41,8 @@ def begin_run(
 ) -> Start:
     """Decide, and clear away what is of no use any more. ValueError where the user must decide first.
 
-    `overwrite`: an output, or an unfinished run of other settings, may be replaced. `restarted`: what is there, unfinished
-    or whole, is of an earlier attempt of this very launch; it is kept whatever was asked of older runs.
+    `overwrite`: an output, or an unfinished run of other settings, may be replaced. `restarted`: what is there,
+    unfinished or whole, is of an earlier attempt of this very launch; it is kept whatever was asked of older runs.
     """
     mode = "auto" if restarted and job.resume_mode == "never" else job.resume_mode
     _wait_for_writers(files, files.journals())
