@@ -2,10 +2,14 @@
 
 Knows ranks, texts and a clock; knows nothing of what a rank does. A rank whose partner died sees a broken connection
 (gloo) or nothing at all (NCCL): in both cases the store says which rank it was, and why.
+
+A rank that was killed tells nobody. torchrun ends those on the same node; for those on others, and for whoever waits
+for a device, each rank counts up a number of its own and watches that of the next one.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import threading
@@ -18,6 +22,11 @@ _KEY = "fault"
 _POLL_S = 0.5
 _ECHO_S = 2.0
 """How long a rank whose collective broke waits for the reason."""
+
+SILENT_POLLS = 40
+"""A rank is given up when it shows no sign of life for so many of another's polls, which are half a second apart. Not
+by the clock: where all are stopped for a while, nobody is given up. Its sign comes from a thread, which one long call
+into C code may hold up."""
 
 
 def end_process(text: str, code: int = 1) -> None:
@@ -35,10 +44,23 @@ class FaultWatch:
     When one is told, this process has `patience_s` to end by itself (its collectives fail too); then `end` ends it.
     """
 
-    def __init__(self, ranks: Ranks, *, patience_s: float = 5.0, end: Callable[[str], None] = end_process) -> None:
+    def __init__(
+        self,
+        ranks: Ranks,
+        *,
+        patience_s: float = 5.0,
+        silent_polls: int = SILENT_POLLS,
+        end: Callable[[str], None] = end_process,
+    ) -> None:
         self.ranks = ranks
+        # A connection of its own: in the other somebody may wait for a key. torch's stubs leave `clone` out.
+        self.store = ranks.store.clone()  # pyright: ignore[reportAttributeAccessIssue]
         self.patience_s = patience_s
+        self.silent_polls = silent_polls
         self.end = end
+        values = ranks.values
+        self._next = (values.rank + 1) % values.world_size
+        self._signs, self._polls_since = -1, 0  # of the next rank
         self._closed = threading.Event()
         self._heard: str | None = None  # outlives the store
         self._thread = threading.Thread(target=self._listen, name="fault-watch", daemon=True)
@@ -54,7 +76,7 @@ class FaultWatch:
         first = self._echoed() if _is_echo(error) else None
         if first is None:
             try:
-                first = self.ranks.store.compare_set(_KEY, "", own).decode()
+                first = self.store.compare_set(_KEY, "", own).decode()
             except RuntimeError:
                 return own  # the store is gone with the rank that served it
         self._wait_until_heard()
@@ -69,12 +91,11 @@ class FaultWatch:
 
     def told(self) -> str | None:
         """The first fault of any rank."""
-        store = self.ranks.store
         try:
-            if not store.check([_KEY]):
+            if not self.store.check([_KEY]):
                 return None
-            self._heard = store.get(_KEY).decode()
-            store.set(f"{_KEY}/heard/{self.ranks.values.rank}", "yes")
+            self._heard = self.store.get(_KEY).decode()
+            self.store.set(f"{_KEY}/heard/{self.ranks.values.rank}", "yes")
         except RuntimeError:
             return self._heard or "the rank that serves the store is gone"
         return self._heard
@@ -87,16 +108,35 @@ class FaultWatch:
             return
         others = [f"{_KEY}/heard/{rank}" for rank in range(1, values.world_size)]
         deadline = time.monotonic() + self.patience_s
-        while time.monotonic() < deadline and not self.ranks.store.check(others):
+        while time.monotonic() < deadline and not self.store.check(others):
             time.sleep(_POLL_S / 10)
 
     def close(self) -> None:
         """Listen no longer; closing twice is fine."""
+        if not self._closed.is_set():
+            with contextlib.suppress(RuntimeError):  # the store may be gone
+                self.store.set(f"{_KEY}/left/{self.ranks.values.rank}", "yes")
         self._closed.set()
         self._thread.join()
 
+    def _show_life(self) -> None:
+        """And tell it where the next rank shows none any more, though it has not left."""
+        alive, left = f"{_KEY}/alive", f"{_KEY}/left/{self._next}"
+        try:
+            self.store.add(f"{alive}/{self.ranks.values.rank}", 1)
+            signs = self.store.add(f"{alive}/{self._next}", 0)
+            self._polls_since = self._polls_since + 1 if signs == self._signs else 0
+            self._signs = signs
+            if self._polls_since == self.silent_polls and not self.store.check([left]):
+                silent_s = self.silent_polls * _POLL_S
+                gone = f"rank {self._next}: no sign of life for {silent_s:g} s: it was killed, or it hangs"
+                self.store.compare_set(_KEY, "", gone)
+        except RuntimeError:
+            pass  # the store is gone, which is told like any other fault
+
     def _listen(self) -> None:
         while not self._closed.wait(_POLL_S):
+            self._show_life()
             if (told := self.told()) is not None and not self._closed.wait(self.patience_s):
                 self._wait_until_heard()
                 self.end(f"rank {self.ranks.values.rank} is ended by a fault of another: {told}")

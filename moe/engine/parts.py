@@ -9,6 +9,7 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -98,12 +99,22 @@ class LoadProgress:
         logger.info("read %.1f of %.1f GB of weights, %.1f GB/s", done / 1e9, total / 1e9, rate / 1e9)
 
 
-def load_parts(config: Config, ranks: Ranks | None = None) -> Parts:
-    """Everything that `config` names, on its device. ValueError for a wrong key, before any weight is read.
+@dataclass(frozen=True)
+class Outline:
+    """What is known of an engine's parts before any weight is read."""
 
-    `ranks`: these share the experts; each process holds its part of them, and all else.
-    """
-    device = resolve_device(config.engine.device) if ranks is None else ranks.device
+    folder: Path
+    model: ModelConfig
+    tokenizer: Tokenizer | None
+    dtype: torch.dtype
+    device: torch.device
+    max_model_len: int
+    cache_scales: tuple[LayerScales, ...]
+    layout: KVLayout
+
+
+def outline_parts(config: Config, device: torch.device) -> Outline:
+    """Everything that `config` names but the weights. ValueError for a wrong key."""
     folder = resolve_model(config.model, config.revision)
     model = read_config(folder)
     dtype = resolve_dtype(config.dtype, model.dtype, device)
@@ -119,29 +130,40 @@ def load_parts(config: Config, ranks: Ranks | None = None) -> Parts:
     cache = config.cache
     weights = None if config.load_format == "dummy" else folder
     cache_scales = find_cache_scales(cache.dtype, cache.scales, weights, model, dtype)
-    kv_layout(model, cache.block_size, dtype, cache.dtype, device, cache_scales)  # refuses what these forbid
+    layout = kv_layout(model, cache.block_size, dtype, cache.dtype, device, cache_scales)
+    return Outline(folder, model, tokenizer, dtype, device, max_model_len, cache_scales, layout)
+
+
+def load_parts(config: Config, ranks: Ranks | None = None) -> Parts:
+    """Everything that `config` names, on its device. ValueError for a wrong key, before any weight is read.
+
+    `ranks`: these share the experts; each process holds its part of them, and all else.
+    """
+    outline = outline_parts(config, resolve_device(config.engine.device) if ranks is None else ranks.device)
     network = load_model(
-        folder,
-        dtype=dtype,
-        device=device,
+        outline.folder,
+        dtype=outline.dtype,
+        device=outline.device,
         load_format=config.load_format,
         quantization=config.quantization,
         seed=config.engine.seed,
-        max_model_len=max_model_len,
+        max_model_len=outline.max_model_len,
         mla_workspace_tokens=config.engine.mla_workspace_tokens,
         progress=LoadProgress(),
         spread=None if ranks is None else _spread(config, ranks),
     )
+    if ranks is not None:
+        ranks.meet("load")  # says for whom it waits; the first collective would only time out
     return Parts(
         network,
         network.config,
-        tokenizer,
-        dtype,
-        device,
-        max_model_len,
+        outline.tokenizer,
+        outline.dtype,
+        outline.device,
+        outline.max_model_len,
         name=config.model,
         ranks=ranks,
-        cache_scales=cache_scales,
+        cache_scales=outline.cache_scales,
     )
 
 

@@ -34,6 +34,7 @@ class Block:
         workspace: MLAWorkspace | None,
     ) -> None:
         name = f"layers.{index}"
+        self.index = index
         self.attn_norm = Norm(parameters[f"{name}.attn_norm.weight"], config.norm_eps)
         self.mlp_norm = Norm(parameters[f"{name}.mlp_norm.weight"], config.norm_eps)
         self.attention: GQAttention | MLAttention

@@ -28,6 +28,13 @@ from moe.model.step_plan import HalfLoads, StepPlan, plan_step
 from router.load import LoadCounter
 
 
+class LayerError(RuntimeError):
+    """A layer failed, say for lack of memory: the text says which, and how."""
+
+    def __init__(self, index: int, cause: Exception) -> None:
+        super().__init__(f"layer {index}: {type(cause).__name__}: {cause}")
+
+
 class CausalLM:
     """A decoder with its parameters allocated but not filled: load into `targets()`, then call `finalize()`.
 
@@ -147,7 +154,10 @@ class CausalLM:
             residual_TD = y_TD
         next_norms = [*(block.attn_norm for block in self.blocks[1:]), self.norm]
         for block, kv_cache, next_norm in zip(self.blocks, kv_caches, next_norms, strict=True):
-            y_TD, residual_TD = yield from block.stages(y_TD, residual_TD, plan, kv_cache, next_norm)
+            try:
+                y_TD, residual_TD = yield from block.stages(y_TD, residual_TD, plan, kv_cache, next_norm)
+            except Exception as error:
+                raise LayerError(block.index, error) from error
         return y_TD
 
     def _check(self, step: StepInput) -> None:

@@ -57,3 +57,45 @@ def test_who_is_gone_is_not_waited_for_beyond_the_patience() -> None:
     (first, waited_s), (second, _), _ = run_ranks(leave, 3, free_port(), joined=False)
     assert first == second == "rank 1: ArithmeticError: the cause"
     assert SLOW_S <= waited_s < 30.0
+
+
+def vanish(rank: int, num_ranks: int, port: int) -> tuple[list[str], str | None]:
+    """What ends a rank, and what it is told, when the last one shows no sign of life, without a word."""
+    values = RankValues(rank, num_ranks, rank, num_ranks, "127.0.0.1", port, agent_has_store=False)
+    ranks = bring_up(values, torch.device("cpu"), 60.0, lambda text: None)
+    ended: list[str] = []
+    watch = FaultWatch(ranks, patience_s=0.1, silent_polls=4, end=ended.append)
+    if rank == num_ranks - 1:
+        watch._closed.set()  # as if it were killed: its thread stops, and it does not say that it leaves
+    while (told := watch.told()) is None:
+        time.sleep(0.05)
+    watch._thread.join()
+    ranks.everyone.barrier()
+    watch.close()
+    return ended, told
+
+
+def test_C10_a_rank_that_was_killed_is_missed_though_nobody_is_in_a_collective_with_it() -> None:
+    cause = "rank 2: no sign of life for 2 s: it was killed, or it hangs"
+    *others, (ended, told) = run_ranks(vanish, 3, free_port(), joined=False)
+    assert others == [([f"rank {rank} is ended by a fault of another: {cause}"], cause) for rank in (0, 1)]
+    assert (ended, told) == ([], cause)
+
+
+def leave_early(rank: int, num_ranks: int, port: int) -> str | None:
+    """The first rank leaves, the other is there for longer than its silence may last."""
+    values = RankValues(rank, num_ranks, rank, num_ranks, "127.0.0.1", port, agent_has_store=False)
+    watch = FaultWatch(bring_up(values, torch.device("cpu"), 60.0, lambda text: None), silent_polls=2)
+    if rank == 1:
+        watch.close()
+    else:
+        while watch._polls_since < 4:  # of the other rank's silence
+            time.sleep(0.05)
+    told = watch.told()
+    watch.ranks.everyone.barrier()
+    watch.close()
+    return told
+
+
+def test_a_rank_that_has_left_is_not_missed() -> None:
+    assert run_ranks(leave_early, 2, free_port(), joined=False) == [None, None]
