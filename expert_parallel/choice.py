@@ -22,7 +22,7 @@ from expert_parallel.all_to_all import AllToAllDispatcher
 from expert_parallel.dispatcher import Dispatcher, LocalDispatcher
 from expert_parallel.group import ExpertGroup
 from expert_parallel.placement import Placement
-from expert_parallel.replicas import ReplicaTable
+from expert_parallel.replicas import ReplicaTable, most_replicas
 from expert_parallel.rounds import Combine
 
 DISPATCHERS = ("auto", "local", "all_to_all", "all_gather")
@@ -99,7 +99,7 @@ def make_dispatchers(
     """The dispatchers of `choice` over a group, with one table of replicas for both; `fp8_rows`: experts are in fp8."""
     if choice.prefill == "local":
         return Dispatchers.local(placement, group.rank, device)
-    replicas = ReplicaTable(placement, group.size, device)
+    replicas = ReplicaTable(placement, most_replicas(placement), device)
     slots = tuple(placement.num_slots(rank) for rank in range(group.size))
     made = {
         name: kind(

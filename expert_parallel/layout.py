@@ -15,12 +15,7 @@ from expert_parallel.choice import Dispatchers
 from expert_parallel.dispatcher import Dispatcher
 from expert_parallel.group_dispatcher import GroupDispatcher
 from expert_parallel.placement import Placement
-from expert_parallel.replicas import ReplicaTable
-
-
-def most_replicas(placement: Placement) -> int:
-    """Replicas that an expert can have at all, where every other expert keeps a slot."""
-    return sum(len(slots) for slots in placement.ranks) - placement.num_experts + 1
+from expert_parallel.replicas import ReplicaTable, most_replicas
 
 
 class ExpertLayout:

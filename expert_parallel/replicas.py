@@ -25,10 +25,15 @@ class Targets(NamedTuple):
     slots_TK: Tensor
 
 
+def most_replicas(placement: Placement) -> int:
+    """Replicas that an expert can have at all in these slots, where every other expert keeps one."""
+    return sum(len(slots) for slots in placement.ranks) - placement.num_experts + 1
+
+
 class ReplicaTable:
     """Replicas of every expert by rank, then slot. Captured graphs may read it: `set` writes in place.
 
-    `width`: the most replicas that an expert will ever have; the number of ranks where no rank holds one twice.
+    `width`: the most replicas that an expert will ever have.
     """
 
     def __init__(self, placement: Placement, width: int, device: torch.device | str) -> None:
@@ -66,7 +71,7 @@ class ReplicaTable:
 
     @property
     def columns(self) -> tuple[Tensor, Tensor, Tensor]:
-        """For kernels that choose: ranks and slots int32 [E, width], count int32 [E]. Column c counts below count[e]."""
+        """For kernels that choose: ranks and slots int32 [E, width], count int32 [E]: columns below count[e] count."""
         return self._ranks_EC, self._slots_EC, self._count_E
 
     def choose(self, expert_ids_TK: Tensor, source_rank: int) -> Targets:
