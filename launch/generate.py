@@ -24,6 +24,7 @@ from rich.console import Console
 from configs.schema import Config
 from configs.torchrun import rank_environment
 from expert_parallel.faults import end_process
+from launch.check_lines import check_lines, dry_run
 from launch.command_line import compose_config, help_text, parse
 from launch.console import print_report, set_up_logging, set_up_rank_logging
 from launch.crew import Several, Single
@@ -33,13 +34,11 @@ from moe.batch.job import TOO_MANY_ERRORS
 from moe.batch.job_files import JobFiles, job_files
 from moe.batch.lines import Line, read_lines
 from moe.batch.monitor import Monitor
-from moe.batch.records import bad_lines
 from moe.batch.report import JobReport
 from moe.batch.resume import unfinished
 from moe.engine.team import Team
 
 OK, FAULT, USAGE, SOME_FAILED, BY_SIGNAL = 0, 1, 2, 3, 128
-SHOWN_BAD_LINES = 10
 SHOWN_ANSWERS = 3
 
 logger = logging.getLogger("launch.generate")  # __name__ is __main__ under python -m
@@ -75,14 +74,12 @@ def _run(config: Config, words: Sequence[str], environment: Mapping[str, str] | 
     torchrun says of this rank, where there are several."""
     console = Console(stderr=True)
     rank = 0 if environment is None else int(environment["RANK"])
-    set_up_logging(console) if rank == 0 else set_up_rank_logging(console, rank)
+    set_up_logging(console, quiet=config.job.quiet) if rank == 0 else set_up_rank_logging(console, rank)
     files = job_files(config)
-    if config.job.strict or config.job.dry_run:
-        code = _check_lines(config, files, silent=rank > 0)
-        if code != OK and config.job.strict:
-            return USAGE
-        if config.job.dry_run:
-            return code
+    if config.job.strict and not check_lines(config, files.source, silent=rank > 0):
+        return USAGE
+    if config.job.dry_run:
+        return OK if rank > 0 or dry_run(config, files.source) else SOME_FAILED
     if environment is not None and not files.source.rereadable:
         raise ValueError("input=- is read once, by one rank; give a file, or start one rank.")
     team = None if environment is None else Team(config, environment, logger.info)
@@ -94,11 +91,11 @@ def _run(config: Config, words: Sequence[str], environment: Mapping[str, str] | 
         if team is not None:
             team.close()
     except (Exception, KeyboardInterrupt) as error:
-        return _report_fault(error, team, files, job)
+        return _report_fault(error, team, files, job, monitor)
     return _conclude(config, files, end, monitor) if rank == 0 else _code_of(end)
 
 
-def _report_fault(error: BaseException, team: Team | None, files: JobFiles, job: JobRun) -> int:
+def _report_fault(error: BaseException, team: Team | None, files: JobFiles, job: JobRun, monitor: Monitor) -> int:
     """Say what ended the job, on which rank, and how to go on."""
     told, own, where = str(error), True, ""
     if team is not None:
@@ -111,6 +108,7 @@ def _report_fault(error: BaseException, team: Team | None, files: JobFiles, job:
     print(f"error{where}: {'' if own else 'ended by '}{told}", file=sys.stderr)
     if team is None or team.rank == 0:
         _say_how_to_go_on(files, job.num_done)
+    monitor.finish(None, outcome="fault", fault=f"{'' if own else 'ended by '}{told}" or type(error).__name__)
     if isinstance(error, KeyboardInterrupt):
         return BY_SIGNAL + (error.number if isinstance(error, Interrupted) else signal.SIGINT)
     return USAGE if own and isinstance(error, ValueError) else FAULT
@@ -127,8 +125,9 @@ def _say_how_to_go_on(files: JobFiles, num_done: int) -> None:
 def _conclude(config: Config, files: JobFiles, end: JobEnd, monitor: Monitor) -> int:
     """Say how the job went, on the screen and in its report."""
     code = _code_of(end)
+    show = (lambda *words: None) if config.job.quiet else print
     if end.whole is not None:
-        print(
+        show(
             f"nothing to do: {files.output} is complete, {end.whole.lines:,} lines, {end.whole.failed:,} of them with "
             "an error record (job.overwrite=true makes it again)"
         )
@@ -139,10 +138,11 @@ def _conclude(config: Config, files: JobFiles, end: JobEnd, monitor: Monitor) ->
         _say_stop(config, files, end, report)
         monitor.finish(report, outcome="stopped")
         return code
-    if config.input is None and files.output.suffix == ".jsonl" and files.output.is_file():
-        _show_answers(files.output)
-    print_report(Console(), report)
-    print(f"answers: {', '.join(str(files.run.shown(final)) for final in files.run.finals)}")
+    if not config.job.quiet:
+        if config.input is None and files.output.suffix == ".jsonl" and files.output.is_file():
+            _show_answers(files.output)
+        print_report(Console(), report)
+    show(f"answers: {', '.join(str(files.run.shown(final)) for final in files.run.finals)}")
     monitor.finish(report, outcome="some failed" if report.failed else "complete")
     return code
 
@@ -165,22 +165,6 @@ def _code_of(end: JobEnd) -> int:
         return FAULT if end.stopped == TOO_MANY_ERRORS else BY_SIGNAL + end.stopped
     failed = end.whole.failed if end.whole is not None else end.report.failed if end.report is not None else 0
     return SOME_FAILED if failed else OK
-
-
-def _check_lines(config: Config, files: JobFiles, *, silent: bool) -> int:
-    """Read every line and print what is wrong with it, unless another rank does; no model is loaded."""
-    num_lines = num_bad = 0
-    for line, reason in bad_lines(files.source.lines(config.job.limit), config.sampling):
-        num_lines += 1
-        if reason is not None:
-            num_bad += 1
-            if num_bad <= SHOWN_BAD_LINES and not silent:
-                print(f"{line.origin or f'{files.source.name}:{line.number}'}: {reason}", file=sys.stderr)
-    if num_bad > SHOWN_BAD_LINES and not silent:
-        print(f"... and {num_bad - SHOWN_BAD_LINES} more", file=sys.stderr)
-    if not silent:
-        print(f"{num_lines} lines read, {num_bad} of them cannot be run")
-    return SOME_FAILED if num_bad else OK
 
 
 def _show_answers(path: Path) -> None:

@@ -16,6 +16,7 @@ from rich.console import Console
 from configs.schema import Config
 from launch.console import ProgressView
 from launch.crew import Crew
+from launch.job_progress import CrewProgress, LineCount
 from launch.stop_signals import StopSignals
 from moe.batch.fingerprint import job_fingerprint
 from moe.batch.job import Job
@@ -139,6 +140,7 @@ class JobRun:
                 )
                 self._say_start(engine)
                 self._run_job(job, engine, lines, journal, console)
+                engine.conclude()
                 stats = engine.count_experts()
             finally:
                 engine.close()
@@ -148,12 +150,25 @@ class JobRun:
     def _run_job(
         self, job: Job, engine: Engine, lines: Iterator[Line | BadLine], journal: JournalWriter, console: Console
     ) -> None:
+        crew, first = self._crew, self._crew.rank == 0
+        count = LineCount(self._files.source.paths if first else (), self._config.job.limit)
+        crew_progress = CrewProgress(crew)
+        view = ProgressView(
+            console,
+            quiet=self._config.job.quiet,
+            total=lambda: count.total,
+            resumed=self._start.ledger.num_done,
+            num_ranks=crew.size,
+        )
         with contextlib.ExitStack() as stack:
-            view = stack.enter_context(ProgressView(console)) if self._crew.rank == 0 else None
+            if first:
+                stack.enter_context(view)
 
             def show(progress: Progress) -> None:
+                self._monitor.lines_total = count.total
                 self._monitor.step(progress)
-                if view is not None:
+                progress = crew_progress.of_all(progress)
+                if first:
                     view.update(progress, running=len(engine.scheduler.running), waiting=len(engine.scheduler.waiting))
 
             stack.enter_context(self._stop.gently())

@@ -47,7 +47,8 @@ def run_job(monitor: Monitor, *, steps: int = 1000, failed: int = 45, seed: int 
     """Feed a monitor with a job's numbers; the report to finish it with."""
     draw = random.Random(seed)
     stats = EngineStats(kv_blocks_total=NUM_BLOCKS)
-    monitor.start(model="some/model", device="cpu", lines_total=10_000, plan=make_plan())
+    monitor.start(model="some/model", device="cpu", plan=make_plan())
+    monitor.lines_total = 10_000
     seconds, done = 0.0, 0
     for step in range(steps):
         took = draw.uniform(0.02, 0.06)

@@ -31,6 +31,7 @@ from moe.batch.report import JobReport, Progress
 from moe.batch.report_files import write_report
 from moe.batch.series import Series
 from moe.engine.memory_plan import MemoryPlan
+from moe.engine.stats import EngineStats
 from moe.version import __version__
 
 KEPT_NOTES = 20  # of each kind of error: enough to see what is wrong; the output has them all
@@ -112,8 +113,10 @@ class Monitor:
         self._series = Series(COUNTERS, GAUGES)
         self._began = datetime.now(UTC)
         self._write_at = time.monotonic() + config.job.report_every_s
-        self._facts: dict[str, Any] = {}
-        self._model = self._device = ""
+        self.lines_total: int | None = None  # of the whole job; may become known while it runs
+        self._facts: dict[str, Any] = {"lines_resumed": 0, "ranks": 1, "plan": None, "fault": None}
+        self._model, self._device = config.model, "no device yet"
+        self._last: Progress | None = None
         self._source = config.input if isinstance(config.input, str) and config.input != "-" else None
 
     def start(
@@ -121,26 +124,20 @@ class Monitor:
         *,
         model: str,
         device: str,
-        lines_total: int | None = None,
         lines_resumed: int = 0,
         plan: MemoryPlan | None = None,
         ranks: int = 1,
     ) -> None:
-        """What is known once the model is loaded. `lines_total`: of the whole job, where it is known;
-        `lines_resumed`: those that an earlier run answered."""
+        """What is known once the model is loaded. `lines_resumed`: those that earlier runs have done."""
         self._model, self._device = model, device
-        self._facts = {
-            "lines_total": lines_total,
-            "lines_resumed": lines_resumed,
-            "ranks": ranks,
-            "plan": None if plan is None else {**asdict(plan), "kv_bytes": plan.kv_bytes},
-        }
+        self._facts |= {"lines_resumed": lines_resumed, "ranks": ranks}
+        self._facts["plan"] = None if plan is None else {**asdict(plan), "kv_bytes": plan.kv_bytes}
 
     def step(self, progress: Progress) -> None:
         """After every step of the engine; writes the files when job.report_every_s have passed."""
         if self._folder is None:
             return
-        stats = progress.stats
+        self._last, stats = progress, progress.stats
         self._series.add(
             progress.seconds,
             (
@@ -157,26 +154,33 @@ class Monitor:
                 progress.kv_use,
             ),
         )
-        if time.monotonic() >= self._write_at and stats is not None:
-            report = JobReport.of(
-                stats,
-                model=self._model,
-                device=self._device,
-                answered=progress.lines_done - progress.lines_failed,
-                failed=progress.lines_failed,
-                seconds=progress.seconds,
-            )
-            self._write(report, "running")
+        if time.monotonic() >= self._write_at:
+            self._write(self._so_far(), "running")
             self._write_at = time.monotonic() + self._config.job.report_every_s
 
     def error(self, note: ErrorNote) -> None:
         """An error record was made."""
         self.errors.add(note)
 
-    def finish(self, report: JobReport, *, outcome: str) -> None:
-        """The job is over: "complete", "some failed", "stopped" or "fault"."""
+    def finish(self, report: JobReport | None, *, outcome: str, fault: str | None = None) -> None:
+        """The job is over: "complete", "some failed", "stopped" or "fault", which `fault` tells of. Without a report
+        the numbers are those of the last step of this rank."""
         if self._folder is not None:
-            self._write(report, outcome)
+            self._facts["fault"] = fault
+            self._write(report or self._so_far(), outcome)
+
+    def _so_far(self) -> JobReport:
+        """This rank's numbers as of the last step, with the lines of earlier runs."""
+        last = self._last or Progress(0, 0, 0, 0, 0.0, 0.0)
+        failed = self.errors.counts.total()
+        return JobReport.of(
+            last.stats or EngineStats(),
+            model=self._model,
+            device=self._device,
+            answered=max(self._facts["lines_resumed"] + last.lines_done - failed, 0),
+            failed=failed,
+            seconds=last.seconds,
+        )
 
     def _write(self, report: JobReport, outcome: str) -> None:
         assert self._folder is not None, "a report is written where job.report is set"
@@ -201,6 +205,7 @@ class Monitor:
             "output": self._config.output,
             **report.as_dict(),
             **self._facts,
+            "lines_total": self.lines_total,
             "memory_used": _memory_used(),
             "errors": self.errors.as_list(self._source),
             "series": self._series.as_dict(),

@@ -90,10 +90,9 @@ def _charts(metrics: Mapping[str, Any]) -> list[dict[str, Any]]:
     if not seconds:
         return []
 
-    def rate(name: str, start: float = 0) -> list[float]:
-        return _rates(seconds, series[name], start)
+    def rate(name: str) -> list[float]:
+        return _rates(seconds, series[name])
 
-    done = rate("lines_done", min(metrics["lines_resumed"], series["lines_done"][0]))
     charts: list[tuple[str, list[Line], bool]] = [
         ("Output tokens/s", [Line("generated", rate("output_tokens"), filled=True)], False),
         (
@@ -104,7 +103,7 @@ def _charts(metrics: Mapping[str, Any]) -> list[dict[str, Any]]:
             ],
             False,
         ),
-        ("Lines/s", [Line("answered or failed", done, filled=True)], False),
+        ("Lines/s", [Line("answered or failed", rate("lines_done"), filled=True)], False),
         ("Requests", [Line("running", series["running_mean"]), Line("waiting", series["waiting_mean"])], False),
         ("KV cache in use", [Line("mean, shaded to the largest", series["kv_use_mean"], series["kv_use_max"])], True),
     ]
@@ -120,9 +119,9 @@ def _charts(metrics: Mapping[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
-def _rates(seconds: Sequence[float], counts: Sequence[float], start: float) -> list[float]:
-    """Growth per second from sample to sample; `start` is the count at second 0."""
-    pairs = zip([0.0, *seconds], seconds, [start, *counts], counts)
+def _rates(seconds: Sequence[float], counts: Sequence[float]) -> list[float]:
+    """Growth per second from sample to sample; the count at second 0 is 0."""
+    pairs = zip([0.0, *seconds], seconds, [0, *counts], counts)
     return [(after - before) / (end - begin) if end > begin else 0.0 for begin, end, before, after in pairs]
 
 
