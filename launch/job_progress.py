@@ -51,8 +51,8 @@ class CrewProgress:
     def __init__(self, crew: Crew) -> None:
         self._names: tuple[str, ...] = ("lines_done", "lines_failed", "output_tokens") if crew.size > 1 else ()
         self._counters: dict[str, Callable[[int], int]] = {name: crew.counter(f"shown {name}") for name in self._names}
-        self._told = dict.fromkeys(self._names, 0)
-        self._totals = dict.fromkeys(self._names, 0)
+        self._told: dict[str, int] = dict.fromkeys(self._names, 0)
+        self._totals: dict[str, int] = dict.fromkeys(self._names, 0)
         self._next = 0.0
 
     def of_all(self, own: Progress) -> Progress:
