@@ -12,14 +12,15 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 from configs.schema import Config
 from moe.batch.ledger import line_digest
 from moe.batch.lines import BadLine, InputFault, Line, dump_line
 from moe.batch.monitor import ErrorNote
+from moe.batch.prompts import BatchTokenizer, prompt_ids
 from moe.batch.protocol import LineError, LineRequest, resolve_params
 from moe.batch.records import (
     BAD_REQUEST,
@@ -51,25 +52,6 @@ LOOK_UP_LINES = 1024
 
 TOO_MANY_ERRORS = 1
 """Why a job stopped; other reasons are the numbers of signals, which are larger."""
-
-
-class BatchTokenizer(Protocol):
-    """What a job asks of a tokenizer."""
-
-    @property
-    def generation_defaults(self) -> Mapping[str, Any]: ...
-
-    def encode_prompt(self, text: str) -> list[int]: ...
-
-    def render_chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        *,
-        add_generation_prompt: bool | None = None,
-        continue_final_message: bool = False,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-    ) -> list[int]: ...
 
 
 class BatchEngine(Protocol):
@@ -231,30 +213,14 @@ class Job:
             return
         request_id = f"line-{line.number}"
         try:
-            prompt_ids = self._encode(line)
-            self._tokens_left -= len(prompt_ids)
+            ids = prompt_ids(line, self._tokenizer)
+            self._tokens_left -= len(ids)
             deadline = time.monotonic() + (self._config.job.line_timeout_s or float("inf"))
             self._running[request_id] = _Running(source, line, params.logprobs or 0, deadline)
-            self._engine.add_request(Request(request_id, prompt_ids, params, line.prompt))
+            self._engine.add_request(Request(request_id, ids, params, line.prompt))
         except ValueError as error:
             self._running.pop(request_id, None)
             self._fail(source, FAILED, str(error), BAD_REQUEST)
-
-    def _encode(self, line: LineRequest) -> list[int]:
-        if line.prompt_token_ids is not None:
-            return line.prompt_token_ids
-        if self._tokenizer is None:
-            raise ValueError("this model has no tokenizer; give prompt_token_ids, or another tokenizer as tokenizer=.")
-        if line.prompt is not None:
-            return self._tokenizer.encode_prompt(line.prompt)
-        assert line.messages is not None, f"line {line.number} has nothing to encode"
-        return self._tokenizer.render_chat(
-            line.messages,
-            line.chat.tools,
-            add_generation_prompt=line.chat.add_generation_prompt,
-            continue_final_message=line.chat.continue_final_message,
-            chat_template_kwargs=line.chat.template_kwargs,
-        )
 
     def _end_late_lines(self) -> None:
         """Take lines out of the engine that are in it for too long; they come back with the step. All have the same

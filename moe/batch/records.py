@@ -5,14 +5,12 @@ Knows both forms by their own files; knows nothing of files or engines.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
 from typing import Any
 
-from configs.schema import SamplingConfig
 from moe.batch.lines import BadLine, Line
 from moe.batch.openai import is_openai, openai_answer, openai_error, parse_openai
 from moe.batch.plain import parse_plain, plain_answer, plain_error, plain_id
-from moe.batch.protocol import LineError, LineRequest, resolve_params
+from moe.batch.protocol import LineError, LineRequest
 from moe.engine.request import RequestOutput
 
 # Kinds of error records: never sent to the model; failed there; took longer than job.line_timeout_s.
@@ -26,16 +24,6 @@ def parse(line: Line | BadLine) -> LineRequest:
     if isinstance(line, BadLine):
         raise LineError(line.reason)
     return (parse_openai if is_openai(line.record) else parse_plain)(line.number, line.record)
-
-
-def bad_lines(lines: Iterable[Line | BadLine], sampling: SamplingConfig) -> Iterator[tuple[Line | BadLine, str | None]]:
-    """Every line, and the reason why it cannot be run or None: all that can be known without a model."""
-    for line in lines:
-        try:
-            resolve_params(parse(line), sampling, {})
-            yield line, None
-        except LineError as error:
-            yield line, str(error)
 
 
 def line_id(line: Line | BadLine) -> Any:

@@ -9,10 +9,37 @@ from kv_cache.prefix_cache import PrefixCache
 from moe.engine.answer import Answer, Sample
 from moe.engine.memory_plan import MemoryPlan
 from moe.engine.parts import Parts
-from moe.engine.request import Request
+from moe.engine.request import Request, SamplingParams
 from moe.engine.sequence import Sequence
 from moe.engine.stop import TextStream
 from moe.engine.tokenizer import check_ids
+
+
+def longest_answer(
+    params: SamplingParams, prompt_ids: list[int], vocab_size: int, max_model_len: int, plan: MemoryPlan | None
+) -> int:
+    """How many tokens may follow the prompt; ValueError where it can never run. `plan` None: the cache's size is not
+    known yet, and not looked at."""
+    num_prompt = len(prompt_ids)
+    check_ids(prompt_ids, vocab_size)
+    params.check_vocab(vocab_size)
+    if num_prompt >= max_model_len:
+        raise ValueError(
+            f"the prompt has {num_prompt} tokens, but engine.max_model_len={max_model_len} must hold the "
+            "prompt and at least one new token; shorten the prompt, or set truncate_prompt_tokens."
+        )
+    left = max_model_len - num_prompt
+    if plan is None:
+        return min(left, params.max_tokens or left)
+    # The last token of a sequence is never written to the cache.
+    room = min(left, params.max_tokens or max(plan.capacity_tokens + 1 - num_prompt, 1))
+    if num_prompt + room - 1 > plan.capacity_tokens:
+        raise ValueError(
+            f"a prompt of {num_prompt} tokens with {room} new ones needs more than the {plan.num_blocks} "
+            f"blocks of {plan.block_size} tokens that the KV cache has; lower max_tokens, or raise "
+            "cache.num_blocks."
+        )
+    return room
 
 
 class Intake:
@@ -37,28 +64,12 @@ class Intake:
 
     def max_tokens(self, request: Request, prompt_ids: list[int]) -> int:
         """How many tokens the request may generate; ValueError where it can never run."""
-        params, num_prompt = request.params, len(prompt_ids)
-        check_ids(prompt_ids, self.vocab_size)
-        params.check_vocab(self.vocab_size)
+        params = request.params
         if params.stop and self.tokenizer is None:
             raise ValueError(
                 f"stop={list(params.stop)!r} needs text, but this model has no tokenizer; use stop_token_ids."
             )
-        if num_prompt >= self.max_model_len:
-            raise ValueError(
-                f"the prompt has {num_prompt} tokens, but engine.max_model_len={self.max_model_len} must hold the "
-                "prompt and at least one new token; shorten the prompt, or set truncate_prompt_tokens."
-            )
-        # The last token of a sequence is never written to the cache.
-        left_in_cache = max(self.plan.capacity_tokens + 1 - num_prompt, 1)
-        room = min(self.max_model_len - num_prompt, params.max_tokens or left_in_cache)
-        if num_prompt + room - 1 > self.plan.capacity_tokens:
-            raise ValueError(
-                f"a prompt of {num_prompt} tokens with {room} new ones needs more than the {self.plan.num_blocks} "
-                f"blocks of {self.plan.block_size} tokens that the KV cache has; lower max_tokens, or raise "
-                "cache.num_blocks."
-            )
-        return room
+        return longest_answer(params, prompt_ids, self.vocab_size, self.max_model_len, self.plan)
 
     def _text_stream(self, request: Request) -> TextStream | None:
         params = request.params
