@@ -80,7 +80,7 @@ def test_a_dry_run_counts_tokens_by_the_models_own_tokenizer_and_limits(
     assert table["output tokens, at most"] == str(5 + 2 * 7 + 236 + 1)
     positions = sorted([14, 30 + 2 * 6, 255, num_chat])
     assert table["cache positions, median / max"] == f"{positions[1]} / 255"
-    assert table["cache"].startswith("512 positions") and "cache.num_blocks" in table["cache"]
+    assert table["cache, by cache.num_blocks"].startswith("512 positions, ")
     assert table["median lines that it holds"] == str(512 // positions[1])
     assert table["order"] == "by prefix (job.order=auto)"
     for number, words in ((5, "engine.max_model_len=256"), (6, "outside the model's vocabulary"), (7, "top_p=7")):
