@@ -15,7 +15,7 @@ CACHE_DTYPES = (*DTYPES, "fp8", "fp8-layer", "int4")
 QUANTIZATIONS = ("auto", "none", "fp8")
 OVERLAPS = ("auto", "none", "shared", "halves")
 RESUMES = ("auto", "require", "never", "force", "true", "false")
-DISPATCHERS = ("auto", "local", "all_to_all", "all_gather")
+DISPATCHERS = ("auto", "local", "all_to_all", "all_gather", "one_sided")
 
 
 class Range(NamedTuple):
@@ -137,8 +137,8 @@ def _check_cache(config: Config) -> None:
         raise ValueError("cache.scales='' is empty; leave the key out or give a JSON file.")
     if cache.scales is not None and cache.dtype != "fp8-layer":
         raise ValueError(
-            f"cache.scales={cache.scales} has no effect with cache.dtype={cache.dtype}; use cache.dtype=fp8-layer or leave "
-            "the scales out."
+            f"cache.scales={cache.scales} has no effect with cache.dtype={cache.dtype}; use cache.dtype=fp8-layer or "
+            "leave the scales out."
         )
     if cache.block_size & (cache.block_size - 1):
         raise ValueError(f"cache.block_size={cache.block_size} is no power of two; 16 suits most checkpoints, 64 MLA.")

@@ -87,7 +87,7 @@ class CacheConfig(Section):
 class ParallelConfig(Section):
     """Experts over the ranks that torchrun starts. With one rank nothing here has an effect."""
 
-    dispatcher: str = key("auto", "how rows travel: auto, local (one rank), all_to_all or all_gather")
+    dispatcher: str = key("auto", "how rows travel: auto, local (one rank), all_to_all, all_gather or one_sided (GPUs)")
     combine: str = key("exact", "exact: the same bits whatever the number of ranks; fast: fewer bytes, other bits")
     row_cap: int | None = key(None, "most rows of a buffer in one round; null: 2 x engine.max_batched_tokens x top_k")
     overlap: str = key("auto", "auto, none, shared (experts, while rows travel: GPU) or halves (of a step, in turns)")
@@ -127,7 +127,7 @@ class JobConfig(Section):
     report_every_s: float = key(60.0, "write them again so often while the job runs")
     quiet: bool = key(False, "print nothing but warnings and errors")
     chat_template: str | None = key(None, "a file or a template text, for checkpoints without one")
-    dry_run: bool = key(False, "read and check every line, load no model")
+    dry_run: bool = key(False, "read, tokenize and count every line, load no weights")
     more_input: list[str] = key([], "further files or patterns, read after input")
     columns: list[str] = key([], "FIELD:COLUMN of each field to be read from a table, or from lines with other names")
     order: str = key("auto", "auto, file (as in the input) or prefix (equal beginnings together, long answers first)")
