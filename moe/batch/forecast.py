@@ -65,4 +65,8 @@ class Forecast:
             return [*rows, ("cache", "sized when the weights are loaded")]
         size = f"{plan.capacity_tokens:,} positions, {plan.kv_bytes / 2**20:,.1f} MiB"
         median = positions[(num_good - 1) // 2]
-        return [*rows, (f"cache, by {plan.chosen_by}", size), ("median lines that it holds", f"{plan.capacity_tokens // median:,}")]
+        return [
+            *rows,
+            (f"cache, by {plan.chosen_by}", size),
+            ("median lines that it holds", f"{plan.capacity_tokens // median:,}"),
+        ]
