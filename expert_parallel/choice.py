@@ -6,13 +6,25 @@
     several ranks, CPU        all_to_all     gloo has no graphs to gain, and only rows that are needed travel
     several ranks, GPU
         any rank has prompts  all_to_all     exact sizes: a prompt step has many rows, and its host sync costs little
-        decode alone          all_gather     fixed shapes, no host sync: the step is replayed as a CUDA graph
+        decode alone          one_sided      where all ranks reach each other's memory: the fewest launches, each row
+                                             once per rank, no host sync: the step is replayed as a CUDA graph
+                              all_gather     elsewhere: fixed shapes and no host sync too, but every rank's rows go to
+                                             every rank, and min(K, slots) rows for each come back
 
 A step is "decode alone" if no rank brings prompt rows: all ranks agree on that before it is launched.
+
+What it rests on: readings on two H200s (NV18). A kernel writes to the peer at 375 GB/s and reads at 359; NCCL's
+all_to_all_single moves 232 at 58.7 MB a rank, takes 27 us in a graph however little it moves, and 54 to 92 us outside
+of one; a decode layer needs two collectives. DeepEP 1.2.1 took 464 us for a dispatch of 4,096 tokens whose bytes NCCL
+moves in 253, so auto does not pick it. The dispatchers themselves have not been timed on several GPUs yet
+(`launch.bench workload=ep` does that): prompts stay with exact sizes until they have.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from functools import partial
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -21,11 +33,14 @@ from expert_parallel.all_gather import AllGatherDispatcher
 from expert_parallel.all_to_all import AllToAllDispatcher
 from expert_parallel.dispatcher import Dispatcher, LocalDispatcher
 from expert_parallel.group import ExpertGroup
+from expert_parallel.one_sided import OneSidedDispatcher
+from expert_parallel.peer_memory import peer_problem
 from expert_parallel.placement import Placement
 from expert_parallel.replicas import ReplicaTable, most_replicas
 from expert_parallel.rounds import Combine
 
-DISPATCHERS = ("auto", "local", "all_to_all", "all_gather")
+DISPATCHERS = ("auto", "local", "all_to_all", "all_gather", "one_sided")
+GPU_DISPATCHERS = ("one_sided",)
 
 
 class Choice(NamedTuple):
@@ -56,26 +71,62 @@ class Dispatchers(NamedTuple):
         """The most that the buffers of one round hold, where each rank brings up to `num_tokens` rows."""
         return max(each.buffer_bytes(num_tokens, width, dtype) for each in self)
 
+    @property
+    def held_bytes(self) -> int:
+        """Of their buffers that exist and that no allocator's statistics show."""
+        return sum(each.held_bytes for each in self._distinct)
 
-def choose(asked: str, num_ranks: int, device: torch.device) -> Choice:
-    """The rule above, or what `parallel.dispatcher` asks for. ValueError where that cannot work."""
+    def check(self) -> None:
+        """RuntimeError where another rank was waited for in vain. Waits for nobody."""
+        for each in self._distinct:
+            each.check()
+
+    @property
+    def _distinct(self) -> tuple[Dispatcher, ...]:
+        return (self.prefill,) if self.prefill is self.decode else tuple(self)
+
+
+def dispatcher_problems(group: ExpertGroup, device: torch.device) -> dict[str, str]:
+    """Why a dispatcher cannot be used by these ranks, for those that cannot. All ranks call it together."""
+    found = {"one_sided": peer_problem(group, device)}
+    return {name: problem for name, problem in found.items() if problem is not None}
+
+
+def choose(
+    asked: str, num_ranks: int, device: torch.device, problems: Mapping[str, str] = MappingProxyType({})
+) -> Choice:
+    """The rule above, or what `parallel.dispatcher` asks for. ValueError where that cannot work.
+
+    `problems` as far as they are known: ranks that have not met yet know of none.
+    """
     if asked not in DISPATCHERS:
         raise ValueError(f"parallel.dispatcher={asked!r} is unknown; give {' or '.join(DISPATCHERS)}.")
     if asked == "local" and num_ranks > 1:
         raise ValueError(
             f"parallel.dispatcher=local, but {num_ranks} ranks share the experts and rows must travel; give auto, "
-            "all_to_all or all_gather, or start one rank."
+            "all_to_all, all_gather or one_sided, or start one rank."
         )
     if num_ranks == 1:
         why = "one rank holds every expert" + (
             f", {asked} has nobody to talk to" if asked not in ("auto", "local") else ""
         )
         return Choice("local", "local", why)
+    problem = problems.get(asked)
+    if asked in GPU_DISPATCHERS and device.type != "cuda":
+        problem = f"its kernels need GPUs, and the ranks run on {device.type}"
+    if problem is not None:
+        raise ValueError(
+            f"parallel.dispatcher={asked} cannot be used here: {problem}; give auto, all_to_all or all_gather."
+        )
     if asked != "auto":
         return Choice(asked, asked, f"parallel.dispatcher={asked}")
     if device.type != "cuda":
         return Choice("all_to_all", "all_to_all", f"auto: {num_ranks} ranks over gloo on {device.type}")
-    return Choice("all_to_all", "all_gather", f"auto: {num_ranks} GPUs; decode is graph-safe with fixed shapes")
+    if "one_sided" in problems:
+        why = f"no rank needs another's memory for it, and one_sided cannot: {problems['one_sided']}"
+        return Choice("all_to_all", "all_gather", f"auto: {num_ranks} GPUs; decode is graph-safe, {why}")
+    why = "a write to a peer's memory was read at 375 GB/s, NCCL's all_to_all at 232 and 27 us at least"
+    return Choice("all_to_all", "one_sided", f"auto: {num_ranks} GPUs that reach each other; decode: {why}")
 
 
 def automatic_row_cap(row_cap: int | None, num_ranks: int, top_k: int, max_rows: int) -> int:
@@ -94,13 +145,20 @@ def make_dispatchers(
     combine: Combine,
     row_cap: int | None,
     fp8_rows: bool = False,
+    timeout_s: float = 600.0,
     device: torch.device,
 ) -> Dispatchers:
-    """The dispatchers of `choice` over a group, with one table of replicas for both; `fp8_rows`: experts are in fp8."""
+    """The dispatchers of `choice` over a group, with one table of replicas for both; `fp8_rows`: experts are in fp8.
+    `timeout_s` of waits that no process group bounds."""
     if choice.prefill == "local":
         return Dispatchers.local(placement, group.rank, device)
     replicas = ReplicaTable(placement, most_replicas(placement), device)
     slots = tuple(placement.num_slots(rank) for rank in range(group.size))
+    kinds = {
+        "all_to_all": AllToAllDispatcher,
+        "all_gather": AllGatherDispatcher,
+        "one_sided": partial(OneSidedDispatcher, timeout_s=timeout_s),
+    }
     made = {
         name: kind(
             group,
@@ -112,7 +170,7 @@ def make_dispatchers(
             fp8_rows=fp8_rows,
             device=device,
         )
-        for name, kind in (("all_to_all", AllToAllDispatcher), ("all_gather", AllGatherDispatcher))
+        for name, kind in kinds.items()
         if name in choice
     }
     return Dispatchers(made[choice.prefill], made[choice.decode])

@@ -66,6 +66,14 @@ class Dispatcher(Protocol):
         """The most that the buffers of a round hold, where each rank brings up to `num_tokens` rows."""
         return 0
 
+    @property
+    def held_bytes(self) -> int:
+        """Of buffers that are kept and that no allocator's statistics show."""
+        return 0
+
+    def check(self) -> None:
+        """RuntimeError where another rank was waited for in vain. Waits for nobody."""
+
     def dispatch(self, x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor) -> ExpertInput:
         """Hand every row to the slots of its K experts. An id without a slot anywhere (-1) takes no part."""
         ...
@@ -79,10 +87,16 @@ class Dispatcher(Protocol):
     ) -> tuple[Tensor, Tensor]:
         """(normalised rows, new residual) of `combine` (+ shared rows) and the residual. This is what it means; a
         dispatcher that can do both in one launch has the same bits."""
-        out_TD = self.combine(y_RD, handle)
-        if shared_TD is not None:
-            out_TD += shared_TD
-        return rmsnorm_residual(out_TD, residual_TD, norm.weight_C, norm.eps)
+        return residual_norm(self.combine(y_RD, handle), residual_TD, norm, shared_TD)
+
+
+def residual_norm(
+    out_TD: Tensor, residual_TD: Tensor, norm: Norm, shared_TD: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """What follows a combine whose sums are complete. Shared rows are added in place."""
+    if shared_TD is not None:
+        out_TD += shared_TD
+    return rmsnorm_residual(out_TD, residual_TD, norm.weight_C, norm.eps)
 
 
 class LocalHandle(NamedTuple):

@@ -105,10 +105,10 @@ class OneSidedDispatcher(GroupDispatcher):
         return sum(buffers.num_bytes for buffers in self._sets)
 
     def buffer_bytes(self, num_tokens: int, width: int, dtype: torch.dtype) -> int:
-        """What the buffers hold once they are made, with what a round takes beside them."""
-        layout = self._peer_layout(self._capacity(num_tokens), width, dtype)
-        beside = self._fp8_bytes(layout.capacity * (1 + self.group.size * self._pairs_here), width)
-        return max(self.held_bytes, layout.num_bytes) + beside
+        """Of one set, the one that exists or one for `num_tokens`, with what a round takes beside it."""
+        made = self._sets[0].layout if self._sets else None
+        layout = made or self._peer_layout(self._capacity(num_tokens), width, dtype)
+        return layout.num_bytes + self._fp8_bytes(layout.capacity * (1 + self.group.size * self._pairs_here), width)
 
     def dispatch(self, x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor) -> RoundInput:
         """Takes the leading rows that fit: the same number on every rank of the group."""

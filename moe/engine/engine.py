@@ -82,7 +82,7 @@ class Engine:
                 parts.model.num_layers, parts.model.moe.num_experts, parts.device, parts.experts_of_slots
             )
         use_graphs = engine.cuda_graphs and parts.device.type == "cuda" and parts.graph_safe
-        layout = kv_layout(parts.model, cache.block_size, parts.dtype, cache.dtype, parts.device)
+        layout = kv_layout(parts.model, cache.block_size, parts.dtype, cache.dtype, parts.device, parts.cache_scales)
         sampler = Sampler(self.vocab_size)
         places = make_places(parts.max_num_seqs(engine), -(-self.max_model_len // cache.block_size), parts.device)
         mover = make_mover(config.balance, network, parts.ranks)
@@ -90,7 +90,7 @@ class Engine:
         self.plan = plan_cache(config, parts, layout, sampler, cuda_graphs=use_graphs, moving_bytes=moving_bytes)
         logger.info("%s", self.plan.table())
         pool = KVPool(layout, self.plan.num_blocks, parts.device)
-        salt = (parts.name, parts.model.family, str(parts.dtype), layout.quantization)
+        salt = (parts.name, parts.model.family, str(parts.dtype), *layout.salt)
         self.cache = PrefixCache(self.plan.num_blocks, cache.block_size, salt=salt, enabled=cache.prefix_caching)
         self.scheduler = Scheduler(
             self.cache,
@@ -222,6 +222,7 @@ class Engine:
             counts_LE = load.snapshot()
             self.stats.expert_counts = counts_LE.tolist()
             self.stats.expert_balance = balancedness(counts_LE) if bool(counts_LE.any()) else None
+        self.stats.saturated_entries = self.runner.pool.count_saturated()
         balance = self.balance
         self.stats.rebalances, self.stats.balance_seconds = balance.num_rebalances, balance.seconds
         self.stats.experts_moved = balance.experts_moved
@@ -290,6 +291,7 @@ class Engine:
         try:
             self._enter("wait", step.schedule.request_ids)
             step.wait()
+            self.parts.check_ranks()
         except Exception as error:
             raise self._failed(error) from error
 

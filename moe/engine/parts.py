@@ -72,6 +72,16 @@ class Parts:
         rows = -(-num_tokens // at_a_time)
         return at_a_time * self.network.dispatchers.buffer_bytes(rows, self.model.hidden_size, self.dtype)
 
+    @property
+    def held_bytes(self) -> int:
+        """Of buffers for travelling rows that exist and that no allocator's statistics show."""
+        return self.network.dispatchers.held_bytes if isinstance(self.network, CausalLM) else 0
+
+    def check_ranks(self) -> None:
+        """RuntimeError where the device waited for another rank in vain. Waits for nobody."""
+        if isinstance(self.network, CausalLM):
+            self.network.dispatchers.check()
+
     def max_num_seqs(self, engine: EngineConfig) -> int:
         """Of the key, or the device's default, but not more than a step's token budget: decoding takes a token each."""
         most = engine.max_num_seqs or (GPU_NUM_SEQS if self.device.type == "cuda" else CPU_NUM_SEQS)

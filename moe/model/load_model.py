@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from configs.schema import BalanceConfig, ParallelConfig
-from expert_parallel.choice import automatic_row_cap, choose, make_dispatchers
+from expert_parallel.choice import automatic_row_cap, choose, dispatcher_problems, make_dispatchers
 from expert_parallel.group import ExpertGroup
 from expert_parallel.layout import ExpertLayout
 from expert_parallel.placement import Placement
@@ -105,7 +105,14 @@ def first_placements(config: ModelConfig, balance: BalanceConfig, num_ranks: int
     """
     if balance.plan is not None:
         return load_plan(Path(balance.plan), model_shape(config), num_ranks)
-    redundant = balance.redundant_experts if num_ranks > 1 else 0
+    redundant, most = balance.redundant_experts, config.moe.num_experts * (num_ranks - 1)
+    if num_ranks == 1:
+        redundant = 0
+    elif redundant > most:
+        raise ValueError(
+            f"balance.redundant_experts={redundant} exceeds {most}, with which each of the {num_ranks} ranks could hold "
+            f"every one of the {config.moe.num_experts} experts; lower it."
+        )
     placement = Placement.contiguous(config.moe.num_experts, num_ranks, redundant)
     return dict.fromkeys(config.layers_with_experts or (0,), placement)
 
@@ -114,10 +121,12 @@ def _layout(spread: Spread, config: ModelConfig, device: torch.device) -> Expert
     """As `parallel.*` and `balance.*` say; the first rank tells how rows travel and why."""
     parallel, group, top_k = spread.parallel, spread.group, config.moe.rule.top_k
     placements = first_placements(config, spread.balance, group.size)
+    if len(set(group.gather_objects(repr(sorted(placements.items()))))) > 1:
+        raise ValueError(f"balance.plan={spread.balance.plan} is another file on some ranks; give all the same.")
     placement = next(iter(placements.values()))  # as many slots in every layer
     if group.size == 1:
         return ExpertLayout.local(placements, group.rank, device)
-    choice = choose(parallel.dispatcher, group.size, device)
+    choice = choose(parallel.dispatcher, group.size, device, dispatcher_problems(group, device))
     row_cap = automatic_row_cap(parallel.row_cap, group.size, top_k, spread.max_rows)
     dispatchers = make_dispatchers(
         choice,
@@ -127,6 +136,7 @@ def _layout(spread: Spread, config: ModelConfig, device: torch.device) -> Expert
         combine="fast" if parallel.combine == "fast" else "exact",
         row_cap=row_cap,
         fp8_rows=config.fp8_experts,
+        timeout_s=parallel.timeout_s,
         device=device,
     )
     if group.rank == 0 and group.size > 1:

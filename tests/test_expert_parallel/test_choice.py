@@ -18,7 +18,9 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda")
         ("auto", 1, GPU, "local", "local"),
         ("all_gather", 1, GPU, "local", "local"),
         ("auto", 4, CPU, "all_to_all", "all_to_all"),
-        ("auto", 4, GPU, "all_to_all", "all_gather"),
+        ("auto", 4, GPU, "all_to_all", "one_sided"),
+        ("one_sided", 2, GPU, "one_sided", "one_sided"),
+        ("one_sided", 1, CPU, "local", "local"),
         ("all_gather", 2, CPU, "all_gather", "all_gather"),
         ("all_to_all", 2, GPU, "all_to_all", "all_to_all"),
     ],
@@ -29,7 +31,18 @@ def test_the_rule(asked: str, num_ranks: int, device: torch.device, prefill: str
     assert prefill in str(choice) and decode in str(choice) and choice.reason in str(choice)
 
 
+def test_without_peer_access_decode_goes_by_collectives() -> None:
+    problems = {"one_sided": "rank 0 on GPU 0 and rank 1 on GPU 1 have no peer access"}
+    choice = choose("auto", 2, GPU, problems)
+    assert (choice.prefill, choice.decode) == ("all_to_all", "all_gather")
+    assert problems["one_sided"] in choice.reason
+    with pytest.raises(ValueError, match=r"one_sided cannot be used here: rank 0 on GPU 0 and rank 1 .* give auto"):
+        choose("one_sided", 2, GPU, problems)
+
+
 def test_what_cannot_work_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"one_sided cannot be used here: its kernels need GPUs, .* run on cpu"):
+        choose("one_sided", 2, CPU)
     with pytest.raises(ValueError, match=r"parallel.dispatcher=local, but 2 ranks share the experts"):
         choose("local", 2, CPU)
     with pytest.raises(ValueError, match=r"parallel.dispatcher='deepep' is unknown"):

@@ -16,7 +16,6 @@ from expert_parallel.one_sided import OneSidedDispatcher
 from expert_parallel.placement import Placement
 from expert_parallel.replicas import ReplicaTable
 from expert_parallel.rounds import Combine
-from kernels import peer_combine, peer_dispatch, peer_flags
 from kernels.quantize import FP8
 from tests.compare import assert_same_bits, max_rel
 from tests.expert_checks import check_against_reference, check_one_ranks_bits, check_two_groups
@@ -32,7 +31,6 @@ from tests.expert_ranks import (
     expected_bits,
     make_batch,
     make_experts,
-    run_case,
     run_cases,
     run_norms,
 )
@@ -68,7 +66,8 @@ def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     num_ranks = request.param
     dtypes = DTYPES if num_ranks < 8 else (torch.float32,)  # waits of many processes are slow on few cores
     folder = tmp_path_factory.mktemp("peers")
-    return run_ranks(run_cases, num_ranks, partial(make, folder), True, COMBINES, dtypes, timeout_s=120.0)
+    body = partial(run_cases, make=partial(make, folder), padded=True, dtypes=dtypes)
+    return run_ranks(body, num_ranks, timeout_s=120.0)
 
 
 each_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -323,23 +322,3 @@ def test_buffer_bytes() -> None:
     assert capped.buffer_bytes(10, WIDTH, torch.bfloat16) == 256 + 256 + 512 + 256
     with pytest.raises(ValueError, match=r"parallel.row_cap=11 is less than 4 ranks x 3 experts per token"):
         OneSidedDispatcher(group, table, (2, 2, 2, 2), top_k=3, row_cap=11, device="cpu")
-
-
-def with_kernels(rank: int, num_ranks: int, folder: Path, keys: list[Key]) -> list[dict[Key, Outcome]]:
-    """The kernels themselves in the interpreter, in processes that write to each other for real."""
-    for module in (peer_dispatch, peer_flags, peer_combine):
-        module.uses_triton = lambda x: True
-    peer_dispatch.MOST_PROGRAMS = peer_combine.MOST_PROGRAMS = 5
-    group = world(rank, num_ranks)
-    return [{key: run_case(group, key, partial(make, folder), padded=True)} for key in keys]
-
-
-@pytest.mark.interpret
-def test_kernels_in_real_processes(tmp_path: Path) -> None:
-    cases = ("replicas and empty slots", "several rounds with replicas", "more ranks than experts")
-    keys = [Key(name, combine, torch.float32) for name in cases for combine in COMBINES]
-    of_ranks = run_ranks(with_kernels, 3, tmp_path, keys, timeout_s=120.0)
-    for index, key in enumerate(keys):
-        outcomes = [of_rank[index] for of_rank in of_ranks]
-        check_one_ranks_bits(outcomes, case_named(key.case), padded=True)
-        check_against_reference(outcomes, case_named(key.case), padded=True, same_order=True)
