@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO
 
@@ -18,6 +18,7 @@ MAX_NESTING = 100
 BOM = b"\xef\xbb\xbf"
 # Legal inside a JSON string, but other readers split lines there; and halves of surrogate pairs, which UTF-8 lacks.
 _ESCAPED = re.compile("[\x7f\x85\u2028\u2029\ud800-\udfff]")
+_ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False)
 _HALF_PAIR = re.compile("[\ud800-\udfff]")
 
 
@@ -88,16 +89,6 @@ def read_lines(file: BinaryIO, limit: int | None = None) -> Iterator[Line | BadL
     return iter(LineReader(file, limit))
 
 
-def read_claimed(file: BinaryIO, limit: int | None, claim: Callable[[], int]) -> Iterator[Line | BadLine]:
-    """Those of the same records whose place among them (from 0) `claim` gives. It is called for each record that is
-    asked for, and gives larger numbers every time."""
-    wanted = claim()
-    for place, line in enumerate(read_lines(file, limit)):
-        if place == wanted:
-            yield line
-            wanted = claim()
-
-
 def parse_line(number: int, raw: bytes) -> Line | BadLine:
     """One line without its end. Strict JSON: NaN and Infinity are no numbers, a key stands once."""
     faults: list[str] = []
@@ -139,8 +130,10 @@ def parse_line(number: int, raw: bytes) -> Line | BadLine:
 
 def dump_line(record: dict[str, Any]) -> bytes:
     """The record as one line with its end. Reads back equal, here and where lines are split at other characters too."""
-    text = json.dumps(record, ensure_ascii=False, allow_nan=False)
-    return _ESCAPED.sub(lambda found: f"\\u{ord(found[0]):04x}", text).encode("utf-8") + b"\n"
+    text = _ENCODER.encode(record)
+    if not text.isascii() or "\x7f" in text:
+        text = _ESCAPED.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+    return text.encode("utf-8") + b"\n"
 
 
 def _is_deep(value: object) -> bool:

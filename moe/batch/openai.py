@@ -1,7 +1,7 @@
 """OpenAI's batch form: {"custom_id", "method", "url", "body"} in, OpenAI's batch output lines out.
 
-A body field is honoured, accepted without effect, or refused with the reason; none is dropped in silence. Ids are
-hashes of line number and custom_id, and `created` is 0, so that the same job writes the same bytes.
+What becomes of each field of a body is in `openai_fields.py`. Ids are hashes of line number and custom_id, and
+`created` is 0, so that the same job writes the same bytes.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import hashlib
 from itertools import accumulate
 from typing import Any
 
+from moe.batch.openai_fields import SAMPLING_NAMES, check_fields
 from moe.batch.protocol import (
-    SAMPLING_FIELDS,
     LineError,
     LineRequest,
     check_chat_options,
@@ -27,28 +27,6 @@ from moe.engine.request import CompletionOutput, Logprob, RequestOutput, TokenLo
 
 LINE_FIELDS = frozenset(("custom_id", "method", "url", "body"))
 CHAT_URL, COMPLETION_URL = "/v1/chat/completions", "/v1/completions"
-# Body fields that are sampling parameters of the same name.
-SAMPLING_NAMES = SAMPLING_FIELDS - {"logprobs", "prompt_logprobs", "detokenize"}
-# Accepted without effect: they concern a server or a bill.
-IGNORED = frozenset(("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"))
-CHAT_NAMES = frozenset(
-    (
-        "messages",
-        "max_completion_tokens",
-        "logprobs",
-        "top_logprobs",
-        "tools",
-        "tool_choice",
-        "parallel_tool_calls",
-        "response_format",
-        "chat_template_kwargs",
-        "continue_final_message",
-        "add_generation_prompt",
-        "stream",
-        "stream_options",
-    )
-)
-COMPLETION_NAMES = frozenset(("prompt", "logprobs", "echo", "best_of", "suffix", "stream", "stream_options"))
 
 
 def is_openai(record: dict[str, Any]) -> bool:
@@ -69,8 +47,7 @@ def parse_openai(number: int, record: dict[str, Any]) -> LineRequest:
     if not isinstance(body, dict):
         raise LineError(f"body={short(body)} must be an object.")
     body = {name: value for name, value in body.items() if value is not None}
-    if typed(body, "stream", bool, "true or false"):
-        raise LineError("stream=true: a batch has no stream; leave it out.")
+    check_fields(body, is_chat=url == CHAT_URL)
     model = typed(body, "model", str, "a text")
     parse = _parse_chat if url == CHAT_URL else _parse_completion
     return parse(number, custom_id, body, model)
@@ -112,7 +89,6 @@ def openai_error(custom_id: Any, number: int, kind: str, message: str, *, status
 
 
 def _parse_chat(number: int, custom_id: str, body: dict[str, Any], model: str | None) -> LineRequest:
-    check_known(body, {"model", *SAMPLING_NAMES, *IGNORED, *CHAT_NAMES}, " in body")
     fields = {name: value for name, value in body.items() if name in SAMPLING_NAMES}
     if "max_completion_tokens" in body:
         if fields.get("max_tokens", body["max_completion_tokens"]) != body["max_completion_tokens"]:
@@ -123,9 +99,6 @@ def _parse_chat(number: int, custom_id: str, body: dict[str, Any], model: str | 
         fields["logprobs"] = top or 0
     elif top is not None:
         raise LineError(f"top_logprobs={top} needs logprobs=true.")
-    format_kind = (typed(body, "response_format", dict, "an object") or {"type": "text"}).get("type")
-    if format_kind != "text":
-        raise LineError(f"response_format.type={short(format_kind)}: only text is offered; leave it out.")
     typed(body, "parallel_tool_calls", bool, "true or false")  # no effect: calls stay text in the answer
     choice = body.get("tool_choice", "auto")
     if choice not in ("auto", "none"):
@@ -138,11 +111,7 @@ def _parse_chat(number: int, custom_id: str, body: dict[str, Any], model: str | 
 
 
 def _parse_completion(number: int, custom_id: str, body: dict[str, Any], model: str | None) -> LineRequest:
-    check_known(body, {"model", *SAMPLING_NAMES, *IGNORED, *COMPLETION_NAMES}, " in body")
     fields = {name: value for name, value in body.items() if name in SAMPLING_NAMES}
-    for name, neutral in (("echo", (False,)), ("suffix", ("",)), ("best_of", (1, body.get("n", 1)))):
-        if name in body and body[name] not in neutral:
-            raise LineError(f"{name}={short(body[name])} is not offered; leave it out.")
     if "logprobs" in body:
         fields["logprobs"] = body["logprobs"]
     prompt = body.get("prompt")

@@ -10,6 +10,7 @@ import pytest
 from configs.schema import SamplingConfig
 from moe.batch.lines import dump_line
 from moe.batch.openai import openai_answer, parse_openai
+from moe.batch.openai_fields import CHAT_KNOWN, COMPLETION_KNOWN, NO_EFFECT, ONLY_AT, REFUSED
 from moe.batch.plain import parse_plain, plain_answer
 from moe.batch.protocol import ChatOptions, LineError, LineRequest, line_seed, resolve_params
 from moe.engine.request import CompletionOutput, Logprob, Request, RequestOutput
@@ -118,11 +119,11 @@ def test_openai_completion_prompts() -> None:
 @pytest.mark.parametrize(
     ("body", "reason"),
     [
-        ({"stream": True}, "stream=true: a batch has no stream"),
+        ({"stream": True}, "stream=true is not offered: a batch has no stream; leave it out."),
         ({"temprature": 1}, "unknown field 'temprature' in body; did you mean 'temperature'?"),
         ({"max_tokens": 4, "max_completion_tokens": 5}, "differ; give one of them"),
         ({"top_logprobs": 3}, "top_logprobs=3 needs logprobs=true"),
-        ({"response_format": {"type": "json_object"}}, 'response_format.type="json_object": only text'),
+        ({"response_format": {"type": "json_object"}}, "answers cannot be constrained to a grammar or a schema"),
         ({"tool_choice": "required"}, 'tool_choice="required": a call cannot be forced'),
         ({"messages": None}, "must be a list of at least one message"),
         ({"temperature": 3, "top_p": 7}, "top_p=7 is out of range"),
@@ -150,6 +151,93 @@ def test_openai_envelope_refusals(change: dict[str, Any], reason: str) -> None:
     with pytest.raises(LineError) as caught:
         parse_openai(1, record)
     assert reason in str(caught.value)
+
+
+CURRENT_CHAT = """
+messages model modalities verbosity reasoning_effort max_completion_tokens frequency_penalty presence_penalty
+web_search_options top_logprobs response_format audio store stream stop logit_bias logprobs max_tokens n
+prediction seed stream_options service_tier temperature top_p tools tool_choice parallel_tool_calls user
+metadata safety_identifier prompt_cache_key prompt_cache_retention function_call functions
+"""
+CURRENT_COMPLETION = """
+model prompt best_of echo frequency_penalty logit_bias logprobs max_tokens n presence_penalty seed stop stream
+stream_options suffix temperature top_p user
+"""
+SERVER_EXTRA = """
+use_beam_search top_k min_p repetition_penalty watermarking length_penalty stop_token_ids
+include_stop_str_in_output ignore_eos min_tokens skip_special_tokens spaces_between_special_tokens
+truncate_prompt_tokens truncation_side prompt_logprobs logprob_token_ids allowed_token_ids bad_words echo
+add_special_tokens structured_outputs priority request_id session_id return_tokens_as_token_ids
+return_token_ids routed_experts_prompt_start return_token_offsets return_mm_kwargs cache_salt
+kv_transfer_params ec_transfer_params vllm_xargs repetition_detection stream_interval thinking_token_budget
+"""
+CHAT_EXTRA = """
+include_reasoning add_generation_prompt continue_final_message documents chat_template chat_template_kwargs
+media_io_kwargs mm_processor_kwargs return_prompt_text
+"""
+
+
+def test_every_field_of_the_apis_is_known_by_name() -> None:
+    """As of November 2026: what is not offered says so, and is never taken for a misspelling."""
+    for known, listed in (
+        (CHAT_KNOWN, CURRENT_CHAT + " " + SERVER_EXTRA + " " + CHAT_EXTRA),
+        (COMPLETION_KNOWN, CURRENT_COMPLETION + " " + SERVER_EXTRA + " prompt_embeds response_format"),
+    ):
+        assert set(listed.split()) <= known
+
+
+@pytest.mark.parametrize("name", sorted(NO_EFFECT))
+def test_fields_of_servers_have_no_effect(name: str) -> None:
+    assert chat_line(**{name: {"any": "thing"}}) == chat_line()
+
+
+@pytest.mark.parametrize("name", sorted(ONLY_AT))
+def test_fields_that_ask_for_nothing_are_accepted_and_others_refused(name: str) -> None:
+    for value in (*ONLY_AT[name], None):
+        assert chat_line(**{name: value}) == chat_line()
+        assert completion_line(prompt="x", **{name: value}) == completion_line(prompt="x")
+    for line in (lambda **body: chat_line(**body), lambda **body: completion_line(prompt="x", **body)):
+        with pytest.raises(LineError, match=rf"^{name}=\[7\] is not offered(: .+)?; leave it out\.$"):
+            line(**{name: [7]})
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED.keys() - ONLY_AT.keys() - {"best_of"}))
+def test_fields_that_are_not_offered_are_named(name: str) -> None:
+    for value in ({"type": "x"}, "high", 1, [], False):
+        with pytest.raises(LineError, match=f"^{name}=.* is not offered"):
+            chat_line(**{name: value})
+    assert chat_line(**{name: None}) == chat_line()
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        ({"priority": False}, "priority=false is not offered"),  # false is no 0
+        ({"echo": 0}, "echo=0 is not offered"),
+        ({"length_penalty": 0.5}, "length_penalty=0.5 is not offered"),
+        ({"reasoning_effort": "high"}, "as a key of chat_template_kwargs; leave it out."),
+        ({"response_format": "json"}, 'response_format="json" is not offered'),
+        ({"response_format": {}}, "response_format={} is not offered"),
+        ({"best_of": 4, "n": 2}, "best_of=4 is not offered: give n, and choose among the answers"),
+        ({"prompt": "x"}, "unknown field 'prompt' in body"),
+        ({"add_special_tokens": True}, "add_special_tokens=true is not offered"),
+    ],
+)
+def test_values_beside_the_neutral_ones(body: dict[str, Any], reason: str) -> None:
+    with pytest.raises(LineError) as caught:
+        chat_line(**body)
+    assert reason in str(caught.value)
+
+
+def test_values_that_mean_the_same_as_leaving_a_field_out() -> None:
+    assert (
+        chat_line(length_penalty=1.0, best_of=1, add_special_tokens=False, response_format={"type": "text"})
+        == chat_line()
+    )
+    assert chat_line(best_of=2, n=2).fields == {"n": 2}
+    assert completion_line(prompt="x", add_special_tokens=True, best_of=1).fields == {}
+    with pytest.raises(LineError, match="unknown field 'messages' in body"):
+        completion_line(prompt="x", messages=HI)
 
 
 def test_line_over_command_line_over_generation_config_over_neutral() -> None:
