@@ -33,9 +33,9 @@ import torch.distributed as dist
 
 from expert_parallel.group import ExpertGroup
 
-_SERVER = multiprocessing.get_context("forkserver")
+SERVER = multiprocessing.get_context("forkserver")
 # Takes effect when the server starts, with the first run. A name that cannot be imported is skipped there.
-_SERVER.set_forkserver_preload(["torch.distributed", "pytest", "moe.model.experts"])
+SERVER.set_forkserver_preload(["torch.distributed", "pytest", "launch.generate"])
 
 _LAST_WORDS_S = 2.0
 """How long the other ranks may go on after a fault: their own tracebacks are printed below the first one."""
@@ -57,8 +57,8 @@ def run_ranks(
         processes = []
         try:
             for rank in range(num_ranks):
-                reader, writer = _SERVER.Pipe(duplex=False)
-                process = _SERVER.Process(
+                reader, writer = SERVER.Pipe(duplex=False)
+                process = SERVER.Process(
                     target=_run_rank, args=(folder, writer, timeout_s, joined, body, rank, num_ranks, args), daemon=True
                 )
                 process.start()
