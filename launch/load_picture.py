@@ -1,4 +1,6 @@
-"""The experts' load as a picture: `python -m launch.load_picture out.png load.json`.
+"""The experts' load as a picture: `python -m launch.load_picture load.json` makes load.png beside it.
+
+`balance.load_file` of a run writes the load file. A picture of another name or format: `... out.svg load.json`.
 
 Above, a heat map of experts by layer: rows of an expert over the mean of its layer, 1 is even. Below, how even the
 ranks were over the run. Knows load files; needs matplotlib, which is no dependency of the project.
@@ -50,13 +52,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Draw one load file. 2: a wrong command line."""
     words = sys.argv[1:] if argv is None else list(argv)
     try:
-        if len(words) != 2:
-            raise ValueError("give a picture and a load file: out.png load.json")
-        draw_load(read_load(Path(words[1])), Path(words[0]))
+        if len(words) not in (1, 2):
+            raise ValueError("give a load file, or a picture and a load file: out.png load.json")
+        source = Path(words[-1])
+        picture = Path(words[0]) if len(words) == 2 else source.with_suffix(".png")
+        draw_load(read_load(source), picture)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    print(f"picture: {words[0]}")
+    print(f"picture: {picture}")
     return 0
 
 

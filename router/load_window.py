@@ -94,6 +94,7 @@ class LoadWindow:
             "num_experts": self.shape[1],
             "steps": self.step,
             "total": self.total_LE.tolist(),
+            "average": None if self.average_LE is None else self.average_LE.round(3).tolist(),
             "trace": [{"step": step, "counts": counts_LE.tolist()} for step, counts_LE in self._recent],
             "timeline": [list(point) for point in self.timeline],
         }

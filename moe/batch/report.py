@@ -114,7 +114,7 @@ class JobReport:
         """Of several ranks alone."""
         if self.rank_balance is None:
             return []
-        moved = f"{self.experts_moved:,} in {self.rebalances:,} rebalances ({self.balance_seconds:.1f} s)"
+        moved = f"{self.experts_moved:,} (rebalanced {self.rebalances:,} times, {self.balance_seconds:.1f} s)"
         return [("rank load, mean / max", f"{self.rank_balance:.2f}"), ("experts moved", moved)]
 
     def _percentiles(self, name: str) -> str:

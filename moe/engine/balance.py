@@ -57,7 +57,9 @@ def make_mover(balance: BalanceConfig, network: Network, ranks: Ranks | None) ->
     if not balance.interval or balance.move == "never" or balance.plan is not None:
         return None
     bundle_bytes = next(iter(layer_bundles(network).values())).num_bytes
-    most = records_within(int(balance.buffer_mb * MIB), bundle_bytes)
+    slots = next(iter(network.layout.placements.values())).ranks
+    # More than all slots of a rank are never on their way.
+    most = min(records_within(int(balance.buffer_mb * MIB), bundle_bytes), max(len(held) for held in slots))
     return ExpertMover(ranks.everyone, bundle_bytes, most, network.device, num_nodes=num_nodes(ranks))
 
 

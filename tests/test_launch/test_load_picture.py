@@ -22,7 +22,9 @@ def test_a_picture_of_a_run(tmp_path: Path) -> None:
     load.write(tmp_path / "load.json")
     drawn = relative_load(read_load(tmp_path / "load.json"))
     assert drawn.tolist() == [[2, 0, 1, 1], [1, 1, 1, 1]]
-    assert load_picture.main([str(tmp_path / "load.png"), str(tmp_path / "load.json")]) == 0
+    assert load_picture.main([str(tmp_path / "load.svg"), str(tmp_path / "load.json")]) == 0
+    assert b"<svg" in (tmp_path / "load.svg").read_bytes()
+    assert load_picture.main([str(tmp_path / "load.json")]) == 0
     assert (tmp_path / "load.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -31,7 +33,8 @@ def test_nothing_to_draw(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     for words, text in (
         ([str(tmp_path / "x.png"), str(tmp_path / "empty.json")], "holds no rows"),
         ([str(tmp_path / "x.png"), str(tmp_path / "none.json")], "cannot be read"),
-        (["x.png"], "give a picture and a load file"),
+        ([], "give a load file, or a picture and a load file"),
+        ([str(tmp_path / "x.png")], "cannot be read"),
     ):
         assert load_picture.main(words) == 2
         assert text in capsys.readouterr().err

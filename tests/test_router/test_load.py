@@ -53,6 +53,27 @@ def test_slots_hold_experts_in_any_order_some_twice_some_none() -> None:
     assert load.snapshot().tolist() == [[1, 0, 7]]
 
 
+def test_C25_counts_stay_with_their_experts_when_these_move() -> None:
+    """In place: sums that a captured graph adds to keep their address."""
+    load = LoadCounter(num_layers=3, num_experts=3, device="cpu", experts_of_slots={1: [0, 1], 2: [2, None]})
+    sums = load._offsets_PS1.data_ptr()
+    for experts in ([1, 0], [2, 2], [0, 1]):
+        load.add(1, offsets(5, 1))
+        load.add(2, offsets(1, 0))
+        load.end_step()
+        load.place(1, experts)
+    assert load.snapshot().tolist() == [[0, 0, 0], [5 + 1, 1 + 5, 5 + 1], [0, 0, 3]]
+    load.add(1, offsets(0, 9))
+    load.add(2, offsets(0, 0))
+    load.end_step()
+    assert load.snapshot().tolist() == [[0, 0, 0], [6, 15, 6], [0, 0, 3]]
+    assert load._offsets_PS1.data_ptr() == sums
+    load.reset()
+    assert load.snapshot().sum() == 0
+    with pytest.raises(AssertionError, match="layer 1: the number of slots never changes"):
+        load.place(1, [0, 1, 2])
+
+
 def test_a_step_without_experts_counts_nothing() -> None:
     load = LoadCounter(num_layers=1, num_experts=4, device="cpu")
     load.end_step()

@@ -75,6 +75,8 @@ def test_the_file_comes_back(tmp_path: Path) -> None:
     assert record.total_LE.tolist() == [[0, 0], [2, 2], [3, 9]]
     assert record.trace_ILE.tolist() == [[[0, 0], [1, 2], [3, 1]], [[0, 0], [1, 0], [0, 8]]]
     assert record.timeline == tuple(load.timeline)
+    # The newest look weighs 2 / 3.
+    assert json.loads(path.read_text())["average"] == [[0, 0], [1, 0.667], [1, 5.667]]
     assert record.sparse_layers == (1, 2)
     assert [each.name for each in tmp_path.iterdir()] == ["load.json"]
     LoadWindow(3, 2, window=2).write(path)  # a run that never looked
