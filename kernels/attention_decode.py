@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.attention_decode_int4 import attention_decode_int4
 from kernels.checks import (
     assert_dtype,
     assert_last_contiguous,
@@ -25,6 +26,7 @@ from kernels.checks import (
     uses_triton,
 )
 from kernels.dependent_launch import dependent_launch, wait_for_inputs
+from kernels.kv_int4 import Int4Scales, check_int4_caches
 from kernels.kv_quantize import UNIT, KVScales, check_kv_scales
 from kernels.kv_tiles import OnlineSoftmax, gather_kv_tile, tile_product
 from kernels.split_kv import SplitRule, merge_splits, split_bounds, split_workspace
@@ -47,13 +49,13 @@ def attention_decode(
     scale: float,
     window: int = 0,
     max_kv_len: int,
-    scales: KVScales | None = None,
+    scales: KVScales | Int4Scales | None = None,
 ) -> Tensor:
     """out_BHV in q's dtype. `attention_decode_reference` is the definition.
 
     block_tables_BM int32 (entries past kv_len are never used), kv_lens_B int32 (with the new token; 0 gives zeros),
-    window 0: all positions; scales: of caches in e4m3. max_kv_len >= every kv_len; it bounds the work and does not
-    change a bit of the result.
+    window 0: all positions; scales: of caches in e4m3 or int4. max_kv_len >= every kv_len; it bounds the work and does
+    not change a bit of the result.
     """
     return (attention_decode_triton if uses_triton(q_BHC) else attention_decode_reference)(
         q_BHC,
@@ -74,12 +76,13 @@ def _check_operands(
     v_cache_NPGV: Tensor,
     block_tables_BM: Tensor,
     kv_lens_B: Tensor,
-    scales: KVScales | None,
+    scales: KVScales | Int4Scales | None,
 ) -> None:
     num_sequences, num_heads, width = q_BHC.shape
     num_blocks, page_size, num_kv_heads, _ = k_cache_NPGC.shape
     assert num_heads % num_kv_heads == 0, f"{num_heads} query heads cannot share {num_kv_heads} kv heads"
-    assert_shape("k_cache_NPGC", k_cache_NPGC, (num_blocks, page_size, num_kv_heads, width))
+    stored_width = width // 2 if isinstance(scales, Int4Scales) else width
+    assert_shape("k_cache_NPGC", k_cache_NPGC, (num_blocks, page_size, num_kv_heads, stored_width))
     assert_shape("v_cache_NPGV", v_cache_NPGV, (num_blocks, page_size, num_kv_heads, None))
     assert_shape("block_tables_BM", block_tables_BM, (num_sequences, None))
     assert_shape("kv_lens_B", kv_lens_B, (num_sequences,))
@@ -87,7 +90,11 @@ def _check_operands(
         assert_dtype(name, x, torch.int32)
     for name, x in (("q_BHC", q_BHC), ("k_cache_NPGC", k_cache_NPGC), ("v_cache_NPGV", v_cache_NPGV)):
         assert_last_contiguous(name, x)
-    check_kv_scales(k_cache_NPGC, v_cache_NPGV, scales, q_BHC.dtype)
+    if isinstance(scales, Int4Scales):
+        assert_shape("v_cache_NPGV", v_cache_NPGV, tuple(k_cache_NPGC.shape))
+        check_int4_caches(k_cache_NPGC, v_cache_NPGV, scales)
+    else:
+        check_kv_scales(k_cache_NPGC, v_cache_NPGV, scales, q_BHC.dtype)
     assert_same_device(
         q_BHC, k_cache=k_cache_NPGC, v_cache=v_cache_NPGV, block_tables_BM=block_tables_BM, kv_lens_B=kv_lens_B
     )
@@ -216,21 +223,25 @@ def attention_decode_triton(
     scale: float,
     window: int = 0,
     max_kv_len: int,
-    scales: KVScales | None = None,
+    scales: KVScales | Int4Scales | None = None,
 ) -> Tensor:
     """`attention_decode` as two launches: the splits, then their merge."""
     _check_operands(q_BHC, k_cache_NPGC, v_cache_NPGV, block_tables_BM, kv_lens_B, scales)
     num_sequences, num_heads, width = q_BHC.shape
     num_kv_heads, value_width = v_cache_NPGV.shape[2:]
     group, wide = num_heads // num_kv_heads, q_BHC.dtype == torch.float32
+    int4 = isinstance(scales, Int4Scales)
     if num_sequences == 0 or max_kv_len == 0:
-        return q_BHC.new_zeros(num_sequences, num_heads, value_width)
+        return q_BHC.new_zeros(num_sequences, num_heads, width if int4 else value_width)
+    if int4:
+        operands = (q_BHC, k_cache_NPGC, v_cache_NPGV, block_tables_BM, kv_lens_B, scales, _SPLITS)
+        return attention_decode_int4(*operands, scale=scale, window=window, max_kv_len=max_kv_len)
     splits = _SPLITS.most(max_kv_len, window)
     tile = _decode_tile(wide, num_sequences * num_kv_heads * splits)
     shape = (num_sequences, splits, num_heads, value_width)
     parts_BSHV, lse_BSH = split_workspace(*shape, torch.float32, q_BHC.device)
     out_BHV = q_BHC.new_empty(num_sequences, num_heads, value_width)
-    k_NPG, v_NPG, _ = scales or (None, None, False)
+    k_NPG, v_NPG = scales[:2] if scales else (None, None)
     _decode_kernel[(num_kv_heads, splits, num_sequences)](
         q_BHC,
         k_cache_NPGC,
@@ -290,19 +301,20 @@ def attention_decode_reference(
     scale: float,
     window: int = 0,
     max_kv_len: int,
-    scales: KVScales | None = None,
+    scales: KVScales | Int4Scales | None = None,
 ) -> Tensor:
     """The definition, and the CPU's product path: fp32, tiles of keys at fixed positions, in order."""
     _check_operands(q_BHC, k_cache_NPGC, v_cache_NPGV, block_tables_BM, kv_lens_B, scales)
     num_sequences, num_heads, width = q_BHC.shape
-    num_kv_heads, value_width = v_cache_NPGV.shape[2:]
+    int4 = isinstance(scales, Int4Scales)
+    num_kv_heads, value_width = v_cache_NPGV.shape[2], width if int4 else v_cache_NPGV.shape[3]
     group, device = num_heads // num_kv_heads, q_BHC.device
     q_BGMC = q_BHC.float().reshape(num_sequences, num_kv_heads, group, width)
     kv_lens_B = kv_lens_B.long()
     first_B = (kv_lens_B - window).clamp_min(0) if window else torch.zeros_like(kv_lens_B)
     state = OnlineSoftmax(num_sequences * num_kv_heads, group, value_width, device)
     head_G = torch.arange(num_kv_heads, device=device)
-    k_NPG, v_NPG, _ = scales or (None, None, False)
+    of_keys, of_values = scales[:2] if scales else (None, None)
     for start in range(0, int(kv_lens_B.max()) if num_sequences else 0, _REFERENCE_TILE):
         live_b = ((kv_lens_B > start) & (first_B < start + _REFERENCE_TILE)).nonzero().flatten()
         if live_b.shape[0] == 0:
@@ -310,8 +322,8 @@ def attention_decode_reference(
         position_bW = torch.arange(start, start + _REFERENCE_TILE, device=device).expand(live_b.shape[0], -1)
         valid_bW = (position_bW >= first_B[live_b, None]) & (position_bW < kv_lens_B[live_b, None])
         tables_bM = block_tables_BM[live_b]
-        k_bGWC = gather_kv_tile(k_cache_NPGC, tables_bM, position_bW, valid_bW, k_NPG)
-        v_bGWV = gather_kv_tile(v_cache_NPGV, tables_bM, position_bW, valid_bW, v_NPG)
+        k_bGWC = gather_kv_tile(k_cache_NPGC, tables_bM, position_bW, valid_bW, of_keys, int4=int4)
+        v_bGWV = gather_kv_tile(v_cache_NPGV, tables_bM, position_bW, valid_bW, of_values, int4=int4)
         scores_IMW = tile_product(q_BGMC[live_b].flatten(0, 1), k_bGWC.flatten(0, 1).transpose(1, 2)) * scale
         scores_bGMW = scores_IMW.view(live_b.shape[0], num_kv_heads, group, _REFERENCE_TILE)
         scores_bGMW.masked_fill_(~valid_bW[:, None, None, :], float("-inf"))

@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.attention_prefill_hopper import attention_prefill_hopper, runs_on_hopper
+from kernels.attention_prefill_int4 import attention_prefill_int4
 from kernels.checks import (
     assert_dtype,
     assert_last_contiguous,
@@ -29,6 +30,7 @@ from kernels.checks import (
     uses_triton,
 )
 from kernels.dependent_launch import dependent_launch, wait_for_inputs
+from kernels.kv_int4 import Int4Scales, check_int4_caches
 from kernels.kv_quantize import UNIT, KVScales, check_kv_scales
 from kernels.kv_tiles import OnlineSoftmax, gather_kv_tile, tile_product
 from kernels.tiles import TileConfig, device_generation
@@ -52,7 +54,7 @@ def attention_prefill(
     max_query_len: int,
     max_kv_len: int,
     kv_starts_B: Tensor | None = None,
-    scales: KVScales | None = None,
+    scales: KVScales | Int4Scales | None = None,
     return_lse: Literal[False] = False,
 ) -> Tensor: ...
 
@@ -72,7 +74,7 @@ def attention_prefill(
     max_query_len: int,
     max_kv_len: int,
     kv_starts_B: Tensor | None = None,
-    scales: KVScales | None = None,
+    scales: KVScales | Int4Scales | None = None,
     return_lse: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...
 
@@ -91,15 +93,15 @@ def attention_prefill(
     max_query_len: int,
     max_kv_len: int,
     kv_starts_B: Tensor | None = None,
-    scales: KVScales | None = None,
+    scales: KVScales | Int4Scales | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """out_THV in q's dtype, or with return_lse (out_THV fp32, lse_TH fp32). `attention_prefill_reference` defines it.
 
     Rows query_starts[b] : query_starts[b + 1] of q are the chunk of sequence b; kv_lens[b] keys are reachable through
     its row of the table (entries past them are never used). Index tensors int32; kv_starts None: all start at 0;
-    window 0: no window; scales: of caches in e4m3. A query that sees no key gives out 0, lse -inf. max_query_len and
-    max_kv_len bound the work and do not change a bit of the result.
+    window 0: no window; scales: of caches in e4m3 or int4. A query that sees no key gives out 0, lse -inf.
+    max_query_len and max_kv_len bound the work and do not change a bit of the result.
     """
     out_THV, lse_TH = (attention_prefill_triton if uses_triton(q_THC) else attention_prefill_reference)(
         q_THC,
@@ -129,13 +131,14 @@ def _check_operands(
     query_offsets_B: Tensor,
     kv_lens_B: Tensor,
     kv_starts_B: Tensor,
-    scales: KVScales | None,
+    scales: KVScales | Int4Scales | None,
 ) -> None:
     num_heads, width = q_THC.shape[1:]
     num_blocks, page_size, num_kv_heads, _ = k_cache_NPGC.shape
     num_sequences = block_tables_BM.shape[0]
     assert num_heads % num_kv_heads == 0, f"{num_heads} query heads cannot share {num_kv_heads} kv heads"
-    assert_shape("k_cache_NPGC", k_cache_NPGC, (num_blocks, page_size, num_kv_heads, width))
+    stored_width = width // 2 if isinstance(scales, Int4Scales) else width
+    assert_shape("k_cache_NPGC", k_cache_NPGC, (num_blocks, page_size, num_kv_heads, stored_width))
     assert_shape("v_cache_NPGV", v_cache_NPGV, (num_blocks, page_size, num_kv_heads, None))
     indices = {
         "block_tables_BM": (block_tables_BM, (num_sequences, None)),
@@ -149,7 +152,11 @@ def _check_operands(
         assert_dtype(name, x, torch.int32)
     for name, x in (("q_THC", q_THC), ("k_cache_NPGC", k_cache_NPGC), ("v_cache_NPGV", v_cache_NPGV)):
         assert_last_contiguous(name, x)
-    check_kv_scales(k_cache_NPGC, v_cache_NPGV, scales, q_THC.dtype)
+    if isinstance(scales, Int4Scales):
+        assert_shape("v_cache_NPGV", v_cache_NPGV, tuple(k_cache_NPGC.shape))
+        check_int4_caches(k_cache_NPGC, v_cache_NPGV, scales)
+    else:
+        check_kv_scales(k_cache_NPGC, v_cache_NPGV, scales, q_THC.dtype)
     assert_same_device(
         q_THC, k_cache=k_cache_NPGC, v_cache=v_cache_NPGV, **{name: x for name, (x, _) in indices.items()}
     )
@@ -384,15 +391,16 @@ def attention_prefill_triton(
     max_query_len: int,
     max_kv_len: int,
     kv_starts_B: Tensor | None = None,
-    scales: KVScales | None = None,
+    scales: KVScales | Int4Scales | None = None,
     out_dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Tensor]:
     """`attention_prefill` as one launch: (out_THV in `out_dtype`, lse_TH fp32)."""
     key_starts_B = kv_lens_B if kv_starts_B is None else kv_starts_B
     indices = (block_tables_BM, query_starts_B1, query_offsets_B, kv_lens_B, key_starts_B)
     _check_operands(q_THC, k_cache_NPGC, v_cache_NPGV, *indices, scales)
-    num_tokens, num_heads, _ = q_THC.shape
-    value_width = v_cache_NPGV.shape[3]
+    num_tokens, num_heads, width = q_THC.shape
+    int4 = isinstance(scales, Int4Scales)
+    value_width = width if int4 else v_cache_NPGV.shape[3]
     out_THV = torch.empty(num_tokens, num_heads, value_width, dtype=out_dtype, device=q_THC.device)
     lse_TH = torch.empty(num_tokens, num_heads, dtype=torch.float32, device=q_THC.device)
     if num_tokens == 0:
@@ -400,7 +408,9 @@ def attention_prefill_triton(
     caches, chunks = (k_cache_NPGC, v_cache_NPGV), (query_starts_B1, query_offsets_B, kv_lens_B, kv_starts_B)
     operands = (q_THC, *caches, block_tables_BM, *chunks, out_THV, lse_TH)
     bounds = {"scale": scale, "window": window, "max_query_len": max_query_len}
-    if scales is None and runs_on_hopper(q_THC, *caches):
+    if int4:
+        attention_prefill_int4(*operands, scales, **bounds)
+    elif scales is None and runs_on_hopper(q_THC, *caches):
         attention_prefill_hopper(*operands, **bounds)
     else:
         _launch_prefill(*operands, scales, **bounds)
@@ -429,7 +439,7 @@ def _launch_prefill(
     num_kv_heads, value_width = v_cache_NPGV.shape[2:]
     group = num_heads // num_kv_heads
     tile = _prefill_tile(q_THC.dtype, width, value_width, device_generation(q_THC))
-    k_NPG, v_NPG, _ = scales or (None, None, False)
+    k_NPG, v_NPG = scales[:2] if scales else (None, None)
     pack = min(group & -group, tile.block_m)  # heads of one kv head in a tile: a power of two that divides the group
     _prefill_kernel[(cdiv(max_query_len * pack, tile.block_m), num_heads // pack, block_tables_BM.shape[0])](
         q_THC,
@@ -498,7 +508,7 @@ def attention_prefill_reference(
     max_query_len: int,
     max_kv_len: int,
     kv_starts_B: Tensor | None = None,
-    scales: KVScales | None = None,
+    scales: KVScales | Int4Scales | None = None,
     out_dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Tensor]:
     """(out_THV in `out_dtype`, lse_TH fp32): the definition, and the CPU's product path.
@@ -510,10 +520,11 @@ def attention_prefill_reference(
     indices = (block_tables_BM, query_starts_B1, query_offsets_B, kv_lens_B, key_starts_B)
     _check_operands(q_THC, k_cache_NPGC, v_cache_NPGV, *indices, scales)
     num_tokens, num_heads, width = q_THC.shape
-    num_kv_heads, value_width = v_cache_NPGV.shape[2:]
+    int4 = isinstance(scales, Int4Scales)
+    num_kv_heads, value_width = v_cache_NPGV.shape[2], width if int4 else v_cache_NPGV.shape[3]
     group, device = num_heads // num_kv_heads, q_THC.device
     rows = group * _REFERENCE_QUERIES
-    k_NPG, v_NPG, _ = scales or (None, None, False)
+    of_keys, of_values = scales[:2] if scales else (None, None)
     sequence_I, query_IQ, row_IQ, inside_IQ = _query_blocks(query_starts_B1.long(), query_offsets_B.long())
     num_items = sequence_I.shape[0]
     if num_items == 0:
@@ -536,8 +547,8 @@ def attention_prefill_reference(
         key_iW = torch.arange(start, start + _REFERENCE_TILE, device=device).expand(live_i.shape[0], -1)
         valid_iW = (key_iW >= first_I[live_i, None]) & (key_iW < end_I[live_i, None])
         tables_iM, index_iW = block_tables_BM[sequence_I[live_i]], key_iW - kv_start_I[live_i, None]
-        k_iGWC = gather_kv_tile(k_cache_NPGC, tables_iM, index_iW, valid_iW, k_NPG)
-        v_iGWV = gather_kv_tile(v_cache_NPGV, tables_iM, index_iW, valid_iW, v_NPG)
+        k_iGWC = gather_kv_tile(k_cache_NPGC, tables_iM, index_iW, valid_iW, of_keys, int4=int4)
+        v_iGWV = gather_kv_tile(v_cache_NPGV, tables_iM, index_iW, valid_iW, of_values, int4=int4)
         scores = tile_product(q_IGRC[live_i].flatten(0, 1), k_iGWC.flatten(0, 1).transpose(1, 2)) * scale
         seen_iQW = valid_iW.unsqueeze(1) & (key_iW.unsqueeze(1) <= query_IQ[live_i].unsqueeze(2))
         if window:

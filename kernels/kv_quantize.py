@@ -2,8 +2,9 @@
 
 Knows rows and scales; knows neither pages nor layers. value = code * scale. Either each row has its own scale, largest
 magnitude / 448 in fp32, which is written beside it; or a scale is given beforehand, and what lies beyond 448 times it
-becomes the largest value there is. A row's codes depend on that row alone. NaN stays NaN; where a row holds an infinity
-its codes are NaN or 0 and its scale is infinite, so that every product with them is NaN; a row of zeros stays zeros.
+becomes the largest value there is, and is counted. A row's codes depend on that row alone. NaN stays NaN, a row of
+zeros stays zeros. An infinity never becomes a number: under a given scale its code is NaN; else the row's codes are NaN
+or 0 and its scale is infinite, so that every product with them is NaN.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.checks import assert_dtype, assert_shape
-from kernels.quantize import FP8, TINIEST, fp8_scale, to_fp8
+from kernels.quantize import FP8, FP8_MAX, TINIEST, fp8_scale, to_fp8
 
 _TINIEST = tl.constexpr(TINIEST)
 
@@ -30,12 +31,13 @@ class KVScales(NamedTuple):
     """Scales of the keys and the values of a cache, fp32, views of any strides, the same for both.
 
     `given`: one scale for all rows, laid down beforehand (the views repeat it); else each row's own, which the store
-    writes.
+    writes. `saturated_1`, int64 [1]: the store adds the number of entries that lay beyond a given scale.
     """
 
     k_NPG: Tensor
     v_NPG: Tensor
     given: bool = False
+    saturated_1: Tensor | None = None
 
 
 @triton.jit
@@ -48,6 +50,18 @@ def row_scale(largest):
 def row_codes(x, scale, code_ptr):
     """Rows in the dtype behind `code_ptr`; the cast stops at the largest e4m3."""
     return (x.to(tl.float32) * tl.div_rn(1.0, scale)).to(code_ptr.dtype.element_ty)
+
+
+@triton.jit
+def given_codes(x, scale, stored, code_ptr, saturated_ptr):
+    """Rows under a scale laid down beforehand. A sum of integers: in whatever order programs add theirs, it is one."""
+    wide = x.to(tl.float32)
+    scaled = wide * tl.div_rn(1.0, scale)
+    beyond = tl.sum((stored & (tl.abs(scaled) > 448.0)).to(tl.int32))
+    if saturated_ptr is not None:
+        tl.atomic_add(saturated_ptr, beyond.to(tl.int64), mask=beyond > 0, sem="relaxed")
+    clamped = tl.minimum(tl.maximum(scaled, -448.0), 448.0)
+    return tl.where(tl.abs(wide) < float("inf"), clamped, float("nan")).to(code_ptr.dtype.element_ty)
 
 
 def check_scales(values: Tensor, scales: Tensor | None, shape: tuple[int, ...], model_dtype: torch.dtype) -> None:
@@ -68,7 +82,13 @@ def check_kv_scales(k_cache_NPGC: Tensor, v_cache_NPGV: Tensor, scales: KVScales
 
 
 def store_rows_reference(
-    x_TXC: Tensor, cache_NPXC: Tensor, scales_NPX: Tensor, slot_mapping_T: Tensor, *, given: bool = False
+    x_TXC: Tensor,
+    cache_NPXC: Tensor,
+    scales_NPX: Tensor,
+    slot_mapping_T: Tensor,
+    *,
+    given: bool = False,
+    saturated_1: Tensor | None = None,
 ) -> None:
     """cache[slot] = codes of row t, for each X its own scale, which goes to scales[slot] unless it is given."""
     written_T = slot_mapping_T >= 0
@@ -77,6 +97,9 @@ def store_rows_reference(
     x_TXC = x_TXC[written_T].float()
     if given:
         scales_TX = scales_NPX[place]
+        if saturated_1 is not None:
+            saturated_1 += (x_TXC * (1.0 / scales_TX)[..., None]).abs().gt(FP8_MAX).sum()
+        x_TXC = x_TXC.where(x_TXC.isfinite(), torch.nan)
     else:
         scales_TX = fp8_scale(x_TXC.abs().nan_to_num(nan=0.0, posinf=torch.inf).amax(-1))
         scales_NPX[place] = scales_TX

@@ -12,14 +12,39 @@ from math import gcd
 import torch
 from torch import Tensor
 
+from kernels.kv_int4 import int4_numbers
+
 
 def gather_kv_tile(
-    cache_NPGC: Tensor, block_tables_BM: Tensor, index_BW: Tensor, valid_BW: Tensor, scales_NPG: Tensor | None = None
+    cache_NPGC: Tensor,
+    block_tables_BM: Tensor,
+    index_BW: Tensor,
+    valid_BW: Tensor,
+    scales: Tensor | None = None,
+    *,
+    int4: bool = False,
 ) -> Tensor:
-    """tile_BGWC fp32: token index_BW[b, w] of sequence b for each head, times its scale; zeros where not valid.
+    """tile_BGWC fp32: token index_BW[b, w] of sequence b for each head, as a number; zeros where not valid.
 
-    Table entries of invalid tokens are not used as addresses, and what lies in the cache there does not reach the tile.
+    `scales`: None, or [N, P, G], which the entries are multiplied with; `int4`: the entries are bytes of two columns,
+    and scales [N, P, G, 4] (kv_int4.py). Table entries of invalid tokens are not used as addresses, and what lies in
+    the cache there does not reach the tile.
     """
+    where = (block_tables_BM, index_BW, valid_BW)
+    rows_BGWC = _gather_rows(cache_NPGC, *where)
+    if scales is None:
+        tile_BGWC = rows_BGWC.float()
+    elif int4:
+        tile_BGWC = int4_numbers(rows_BGWC, _gather_rows(scales, *where))
+    else:
+        tile_BGWC = rows_BGWC.float().mul_(_gather_rows(scales.unsqueeze(-1), *where))
+    if bool(valid_BW.all()):
+        return tile_BGWC
+    return tile_BGWC.masked_fill_(~valid_BW[:, None, :, None], 0.0)
+
+
+def _gather_rows(cache_NPGC: Tensor, block_tables_BM: Tensor, index_BW: Tensor, valid_BW: Tensor) -> Tensor:
+    """rows_BGWC as stored; of invalid tokens, those of the first block's first."""
     page_size, num_heads, width = cache_NPGC.shape[1:]
     index_BW = index_BW.masked_fill(~valid_BW, 0)
     block_BW = block_tables_BM.gather(1, index_BW // page_size).long().masked_fill(~valid_BW, 0)
@@ -33,12 +58,7 @@ def gather_kv_tile(
     row_BW = block_BW * page_stride + (index_BW % page_size) * token_stride
     head_G1 = torch.arange(num_heads, device=rows.device).unsqueeze(1) * head_stride
     row_BGW = row_BW.unsqueeze(1) + head_G1
-    tile_BGWC = rows.index_select(0, row_BGW.flatten()).view(*row_BGW.shape, width).float()
-    if scales_NPG is not None:
-        tile_BGWC *= gather_kv_tile(scales_NPG.unsqueeze(-1), block_tables_BM, index_BW, valid_BW)
-    if bool(valid_BW.all()):
-        return tile_BGWC
-    return tile_BGWC.masked_fill_(~valid_BW[:, None, :, None], 0.0)
+    return rows.index_select(0, row_BGW.flatten()).view(*row_BGW.shape, width)
 
 
 def tile_product(a_IMK: Tensor, b_IKN: Tensor) -> Tensor:

@@ -17,11 +17,11 @@ from torch import Tensor
 
 from kernels.checks import cdiv, next_power_of_2, uses_triton
 from kernels.dependent_launch import dependent_launch, wait_for_inputs
-from kernels.kv_quantize import check_scales, row_codes, row_scale, store_rows_reference
+from kernels.kv_quantize import check_scales, given_codes, row_codes, row_scale, store_rows_reference
 from kernels.kv_store import latent_store_reference
-from kernels.qk_rope_store import Rope, angles_of, check_rope, load_pairs, store_pairs
 from kernels.rmsnorm import norm_tile, rms_apply, rms_scale, rmsnorm_reference
 from kernels.rope import rope_reference_, rotate
+from kernels.turn_heads import Rope, angles_of, check_rope, load_pairs, store_pairs
 
 
 def latent_rope_store(
@@ -33,20 +33,26 @@ def latent_rope_store(
     cache_NPX: Tensor,
     slot_mapping_T: Tensor,
     scales_NP2: Tensor | None = None,
+    *,
+    given: bool = False,
+    saturated_1: Tensor | None = None,
 ) -> None:
     """Rotates q_pe in place; row t of kv, X = L + R, goes to its slot: L entries normalised, R rotated.
 
     q_pe may be a strided view; kv is not changed. A slot of -1 writes nothing. Where the cache is e4m3, scales_NP2 fp32
-    takes a row's scales, the latent's and the rotary key's. `latent_rope_store_reference` is the definition.
+    takes a row's scales, the latent's and the rotary key's; `given`: it holds them, the same for all rows, and
+    saturated_1 int64 counts the entries beyond. `latent_rope_store_reference` is the definition.
     """
     run = latent_rope_store_triton if uses_triton(kv_TX) else latent_rope_store_reference
-    run(q_pe_THR, kv_TX, norm_L, eps, rope, cache_NPX, slot_mapping_T, scales_NP2)
+    given_scales = {"given": given, "saturated_1": saturated_1}
+    run(q_pe_THR, kv_TX, norm_L, eps, rope, cache_NPX, slot_mapping_T, scales_NP2, **given_scales)
 
 
 # cache[slot // P, slot % P] = (norm(kv[t, :L]), turn(kv[t, L:])); q_pe[t, h] = turn(q_pe[t, h]) in place
 #   q_pe_ptr [T, H, R], T and H strided; kv_ptr [T, L + R], rows strided; weight_ptr [L]; cache_ptr [N, P, L + R]; one
 #   dtype; positions_ptr, slots_ptr int64 [T]; table_ptr fp32 [P, 2 * HALF], R = 2 * HALF; scales_ptr None, or fp32
-#   [N, P, 2] of a cache in e4m3: each part's largest magnitude / 448
+#   [N, P, 2] of a cache in e4m3: each part's largest magnitude / 448, or GIVEN; saturated_ptr int64 [1] or None: takes
+#   the number of entries beyond a given scale
 #   grid (cdiv(T, BLOCK_R) + T * cdiv(H, BLOCK_H),): first programs of BLOCK_R latents each, then programs of BLOCK_H
 #   query heads of one token. fp32 statistics and rotation, one cast each. What lies beyond the last is masked.
 
@@ -58,6 +64,7 @@ def _latent_rope_store_kernel(
     weight_ptr,
     cache_ptr,
     scales_ptr,
+    saturated_ptr,
     positions_ptr,
     slots_ptr,
     table_ptr,
@@ -79,6 +86,7 @@ def _latent_rope_store_kernel(
     BLOCK_L: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_P: tl.constexpr,
+    GIVEN: tl.constexpr,
     PDL: tl.constexpr,
 ):
     wait_for_inputs(PDL)
@@ -98,13 +106,24 @@ def _latent_rope_store_kernel(
         k_first, k_second = rotate(k_first, k_second, cos, sin)
         if scales_ptr is not None:
             scale_ptr = scales_ptr + (slot // page_size) * stride_sn + (slot % page_size) * stride_sp
-            latent_scale = row_scale(tl.max(tl.abs(latent.to(tl.float32)), axis=1))[:, None]
-            largest = tl.maximum(tl.abs(k_first.to(tl.float32)), tl.abs(k_second.to(tl.float32)))
-            rope_scale = row_scale(tl.max(largest, axis=1))[:, None]
-            tl.store(scale_ptr, latent_scale, mask=slot >= 0)
-            tl.store(scale_ptr + 1, rope_scale, mask=slot >= 0)
-            latent = row_codes(latent, latent_scale, cache_ptr)
-            k_first, k_second = row_codes(k_first, rope_scale, cache_ptr), row_codes(k_second, rope_scale, cache_ptr)
+            if GIVEN:
+                stored = slot >= 0
+                latent_scale = tl.load(scale_ptr, mask=stored, other=1.0)
+                rope_scale = tl.load(scale_ptr + 1, mask=stored, other=1.0)
+                latent = given_codes(latent, latent_scale, stored, cache_ptr, saturated_ptr)
+                k_first = given_codes(k_first, rope_scale, stored, cache_ptr, saturated_ptr)
+                k_second = given_codes(k_second, rope_scale, stored, cache_ptr, saturated_ptr)
+            else:
+                latent_scale = row_scale(tl.max(tl.abs(latent.to(tl.float32)), axis=1))[:, None]
+                largest = tl.maximum(tl.abs(k_first.to(tl.float32)), tl.abs(k_second.to(tl.float32)))
+                rope_scale = row_scale(tl.max(largest, axis=1))[:, None]
+                tl.store(scale_ptr, latent_scale, mask=slot >= 0)
+                tl.store(scale_ptr + 1, rope_scale, mask=slot >= 0)
+                latent = row_codes(latent, latent_scale, cache_ptr)
+                k_first, k_second = (
+                    row_codes(k_first, rope_scale, cache_ptr),
+                    row_codes(k_second, rope_scale, cache_ptr),
+                )
         tl.store(place_ptr + column, latent, mask=(slot >= 0) & in_latent)
         store_pairs(place_ptr + LATENT, k_first, k_second, slot >= 0, BLOCK_R, HALF, INTERLEAVED, BLOCK_P)
     else:
@@ -131,10 +150,13 @@ def latent_rope_store_triton(
     cache_NPX: Tensor,
     slot_mapping_T: Tensor,
     scales_NP2: Tensor | None = None,
+    *,
+    given: bool = False,
+    saturated_1: Tensor | None = None,
 ) -> None:
     """`latent_rope_store` as one launch."""
     _check_latents(q_pe_THR, kv_TX, norm_L, rope, cache_NPX, slot_mapping_T, scales_NP2)
-    _launch(q_pe_THR, kv_TX, norm_L, eps, rope, cache_NPX, slot_mapping_T, scales_NP2)
+    _launch(q_pe_THR, kv_TX, norm_L, eps, rope, cache_NPX, slot_mapping_T, scales_NP2, given, saturated_1)
 
 
 def _launch(
@@ -146,6 +168,8 @@ def _launch(
     cache_NPX: Tensor,
     slot_mapping_T: Tensor,
     scales_NP2: Tensor | None,
+    given: bool = False,
+    saturated_1: Tensor | None = None,
 ) -> None:
     num_tokens, num_heads, rotated = q_pe_THR.shape
     if num_tokens == 0:
@@ -159,6 +183,7 @@ def _launch(
         norm_L,
         cache_NPX,
         scales_NP2,
+        saturated_1,
         rope.positions_T,
         slot_mapping_T,
         rope.cos_sin_PR,
@@ -177,6 +202,7 @@ def _launch(
         BLOCK_L=block_l,
         BLOCK_H=block_h,
         BLOCK_P=block_p,
+        GIVEN=given,
         num_warps=num_warps,
         **dependent_launch(kv_TX),
     )
@@ -213,6 +239,9 @@ def latent_rope_store_reference(
     cache_NPX: Tensor,
     slot_mapping_T: Tensor,
     scales_NP2: Tensor | None = None,
+    *,
+    given: bool = False,
+    saturated_1: Tensor | None = None,
 ) -> None:
     """The definition, and the CPU's product path: the references of norm, rotation and store, one after another."""
     _check_latents(q_pe_THR, kv_TX, norm_L, rope, cache_NPX, slot_mapping_T, scales_NP2)
@@ -228,4 +257,5 @@ def latent_rope_store_reference(
         (k_pe_TR, cache_NPX[..., latent:], scales_NP2[..., 1:]),
     )
     for x_TC, cache_NPC, scales_NP1 in parts:
-        store_rows_reference(x_TC[:, None], cache_NPC.unsqueeze(2), scales_NP1, slot_mapping_T)
+        rows = (x_TC[:, None], cache_NPC.unsqueeze(2), scales_NP1, slot_mapping_T)
+        store_rows_reference(*rows, given=given, saturated_1=saturated_1)

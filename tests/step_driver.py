@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from kv_cache.layout import KVLayout, Quantization
+from kv_cache.layout import KVLayout, LayerScales, Quantization
 from kv_cache.pool import KVPool
 from moe.model.causal_lm import CausalLM
 from moe.model.config import GQAConfig
@@ -39,6 +39,7 @@ class StepDriver:
         num_blocks: int = 96,
         seed: int = 0,
         quantization: Quantization = "none",
+        layer_scales: tuple[LayerScales, ...] = (),
     ) -> None:
         self.model = model
         self.block_size = block_size
@@ -48,7 +49,7 @@ class StepDriver:
         self.num_blocks = num_blocks
         self.tracks: dict[str, Track] = {}
         attention, num_layers = model.config.attention, model.config.num_layers
-        kinds = (model.dtype, quantization)
+        kinds = (model.dtype, quantization, layer_scales)
         if isinstance(attention, GQAConfig):
             layout = KVLayout.gqa(num_layers, block_size, attention.num_kv_heads, attention.head_dim, *kinds)
         else:

@@ -62,8 +62,8 @@ class LLM:
         max_model_len: prompt and answer together; None is the checkpoint's max_position_embeddings.
         seed: of dummy weights, and of requests without their own: such a request draws from (seed, its id, sample).
         device: "auto" is the GPU where there is one.
-        block_size, num_blocks, memory_fraction, cpu_gb, kv_cache_dtype, enable_prefix_caching: the KV cache, see
-            configs.schema.
+        block_size, num_blocks, memory_fraction, cpu_gb, kv_cache_dtype, kv_cache_scales, enable_prefix_caching: the
+            KV cache, see configs.schema.
         max_num_seqs, max_batched_tokens, prefill_chunk: what one step may hold.
         cuda_graphs: replay decode steps, on a GPU.
         force_preempt_every, parts: for tests: see configs.schema; a network and tokenizer that are loaded already.
@@ -90,6 +90,7 @@ class LLM:
         memory_fraction: float = CacheConfig.memory_fraction,
         cpu_gb: float = CacheConfig.cpu_gb,
         kv_cache_dtype: str = CacheConfig.dtype,
+        kv_cache_scales: str | None = None,
         enable_prefix_caching: bool = True,
         max_num_seqs: int | None = EngineConfig.max_num_seqs,
         max_batched_tokens: int = EngineConfig.max_batched_tokens,
@@ -121,6 +122,7 @@ class LLM:
                 block_size=block_size,
                 num_blocks=num_blocks,
                 dtype=kv_cache_dtype,
+                scales=kv_cache_scales,
                 prefix_caching=enable_prefix_caching,
                 memory_fraction=memory_fraction,
                 cpu_gb=cpu_gb,
@@ -249,6 +251,8 @@ class LLM:
             self._boxes.clear()
         if engine is None:
             return
+        if self._team is None or not self._team.closed:
+            engine.conclude()
         engine.close()
         if self._team is not None:
             self._team.close()

@@ -43,6 +43,7 @@ class EngineStats:
     ttft_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT_TIMES))  # the newest, exact
     latencies: Latencies = field(default_factory=Latencies)  # of all requests, in buckets
     # Filled by Engine.count_experts, which waits for the device.
+    saturated_entries: int = 0  # of keys and values, beyond what a layer's given scale reaches, so cut to it
     expert_counts: list[list[int]] = field(default_factory=list)  # tokens per layer and logical expert
     expert_balance: float | None = None  # mean over max of them, averaged over sparse layers: 1 is even
     rank_balance: float | None = None  # the same of ranks, of the rows that each worked on; None: one rank

@@ -11,18 +11,29 @@ from torch import Tensor
 
 from kernels.attention_decode import attention_decode
 from kernels.attention_prefill import attention_prefill
+from kernels.kv_int4 import Int4Scales
 from kernels.kv_quantize import KVScales
-from kernels.qk_rope_store import HeadNorms, Rope, qk_rope_store
+from kernels.qk_rope_store import qk_rope_store
+from kernels.turn_heads import HeadNorms, Rope
 from kv_cache.layout import LayerCache
 from moe.model.config import GQAConfig, ModelConfig
 from moe.model.linear import Parameters
 from moe.model.step_plan import StepPlan
 
 
+def _scales(cache: LayerCache) -> KVScales | Int4Scales | None:
+    if cache.scales is None:
+        return None
+    of_keys, of_values = cache.scales.unbind(1)
+    if cache.quantization == "int4":
+        return Int4Scales(of_keys, of_values)
+    return KVScales(of_keys, of_values, given=cache.quantization == "fp8-layer", saturated_1=cache.saturated_1)
+
+
 class GQAttention:
     """H query heads share G key/value heads of width C. The cache of a layer is [N, 2, P, G, C]: keys, then values.
 
-    In e4m3 a scale for each row goes with it, [N, 2, P, G].
+    In e4m3 and int4 its scales go with it (`LayerCache.scales`).
     """
 
     def __init__(self, config: ModelConfig, index: int, parameters: Parameters, cos_sin_PR: Tensor) -> None:
@@ -45,7 +56,7 @@ class GQAttention:
         H, G, C = self.heads.num_heads, self.heads.num_kv_heads, self.heads.head_dim
         q_THC, k_TGC, v_TGC = self.qkv(x_TD).view(-1, H + 2 * G, C).split((H, G, G), dim=1)
         k_cache_NPGC, v_cache_NPGC = cache.values.unbind(1)
-        scales = None if cache.scales is None else KVScales(cache.scales[:, 0], cache.scales[:, 1])
+        scales = _scales(cache)
         rope = Rope(step.positions_T, self.cos_sin_PR, self.interleaved)
         q_THC = qk_rope_store(
             q_THC, k_TGC, v_TGC, self.norms, rope, k_cache_NPGC, v_cache_NPGC, step.slot_mapping_T, scales

@@ -7,9 +7,9 @@ Weights in fp8 become numbers again, except those of routed experts where the co
 blocks are taken as they are, and other weights are quantised, one expert's matrix at a time.
 
 Choices. The index decides which file supplies a tensor (`weight_files.py`). Tied heads: the embedding is the head; a
-different `lm_head.weight` beside it is ignored with a warning, and so are calibrated scales of an fp8 KV cache, which
-has scales of its own. Unused by rule: `rotary_emb.inv_freq`, and the multi-token-prediction layers that the config
-declares, which sit behind the last layer.
+different `lm_head.weight` beside it is ignored with a warning. No parameters: calibrated scales of an fp8 KV cache,
+which `cache_scales.py` reads, or says that it does not. Unused by rule: `rotary_emb.inv_freq`, and the
+multi-token-prediction layers that the config declares, which sit behind the last layer.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from kernels.quantize import FP8, GROUP
+from moe.model.cache_scales import is_cache_scale
 from moe.model.config import ModelConfig
 from moe.model.families.registry import weight_table
 from moe.model.families.weight_rule import WeightRule
@@ -54,7 +55,6 @@ _WEIGHT_DTYPES = ("F32", "BF16", "F16")
 _SCALE_DTYPES = PLAIN_SCALE_DTYPES + EXPONENT_SCALE_DTYPES
 _MAX_READERS = 8  # files read side by side
 _MAX_NEAR_SEARCH = 2000  # unused names beyond which near names are not looked for: it takes quadratic time
-_CACHE_SCALE = re.compile(r"model\.layers\.\d+\.self_attn\.(k_proj\.k|v_proj\.v|k|v)_scale")
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 Progress = Callable[[int, int], None]
@@ -103,8 +103,8 @@ class Checkpoint:
     ) -> LoadReport:
         """Fills every target once. `experts[s]` is the logical expert of slot s; None: an empty slot, left alone.
 
-        Targets have the names and shapes of `parameter_shapes(config, number of slots)`, on any device, in the dtypes
-        that it fixes and else in any floating one. Files are read side by side. Logged: bfloat16 weights in float16, a tied
+        Targets have the names and shapes of `parameter_shapes` for so many slots, on any device, in the dtypes that it
+        fixes and else in any floating one. Files are read side by side. Logged: bfloat16 weights in float16, a tied
         head that differs.
         """
         begin = time.perf_counter()
@@ -126,8 +126,10 @@ class Checkpoint:
                         if stop.is_set():
                             return
                         meter.add(self._load_rule(rule, readers, targets, places, count))
-            except BaseException:
+            except BaseException as error:
                 stop.set()
+                if isinstance(error, Exception) and not isinstance(error, ValueError):  # which names its file itself
+                    raise RuntimeError(f"{file}: {type(error).__name__}: {error}") from error
                 raise
 
         with ThreadPoolExecutor(max_workers=min(_MAX_READERS, len(by_file))) as pool:
@@ -139,7 +141,6 @@ class Checkpoint:
                 stop.set()  # an interrupt of this thread ends the readers too
         count.check()
         self._warn_of_other_head()
-        self._warn_of_cache_scales()
         return LoadReport(meter.done, time.perf_counter() - begin, self.files.ignored)
 
     def _load_rule(
@@ -249,15 +250,6 @@ class Checkpoint:
                 self.files.folder,
             )
 
-    def _warn_of_cache_scales(self) -> None:
-        found = [name for name in self.files.tensors if _CACHE_SCALE.fullmatch(name)]
-        if found:
-            logger.warning(
-                "%s: %d calibrated scales of the KV cache are not used (%s, ...): cache.dtype=fp8 gives each position "
-                "and head a scale of its own, other caches have none.",
-                *(self.files.folder, len(found), found[0]),
-            )
-
 
 class _Readers:
     """The safetensors files one thread has open; scales may sit in another file than their weight."""
@@ -330,7 +322,7 @@ def _name_faults(config: ModelConfig, files: WeightFiles, rules: tuple[WeightRul
 
 def _may_be_unused(name: str, config: ModelConfig) -> bool:
     """The allow-list: rope tables of old files, the cache's scales, declared MTP layers, the head of a tied model."""
-    if name.endswith("rotary_emb.inv_freq") or _CACHE_SCALE.fullmatch(name):
+    if name.endswith("rotary_emb.inv_freq") or is_cache_scale(name):
         return True
     if name == "lm_head.weight" and config.tie_embeddings:
         return True

@@ -20,8 +20,8 @@ from kernels.gather import LatentScaling, gather_paged
 from kernels.latent_rope_store import latent_rope_store
 from kernels.linear import head_linear
 from kernels.mla_decode import mla_decode
-from kernels.qk_rope_store import Rope
 from kernels.rmsnorm import rmsnorm
+from kernels.turn_heads import Rope
 from kv_cache.layout import LayerCache
 from moe.model.config import MLAConfig, ModelConfig
 from moe.model.linear import Linear, Parameters
@@ -97,7 +97,9 @@ class MLAttention:
         q_pe_THR = q_THC[..., dims.qk_nope_head_dim :]
         rope = Rope(step.positions_T, self.cos_sin_PR, self.interleaved)
         latent_rope_store(
-            q_pe_THR, kv_TX, self.kv_a_norm_L, LATENT_NORM_EPS, rope, cache_NPX, step.slot_mapping_T, cache.scales
+            *(q_pe_THR, kv_TX, self.kv_a_norm_L, LATENT_NORM_EPS, rope, cache_NPX, step.slot_mapping_T, cache.scales),
+            given=cache.quantization == "fp8-layer",
+            saturated_1=cache.saturated_1,
         )
 
         parts: list[Tensor] = []

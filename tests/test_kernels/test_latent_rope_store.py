@@ -12,9 +12,9 @@ from kernels.latent_rope_store import (
     latent_rope_store_reference,
     latent_rope_store_triton,
 )
-from kernels.qk_rope_store import Rope
 from kernels.rmsnorm import rmsnorm_triton
 from kernels.rope import rope_triton_
+from kernels.turn_heads import Rope
 from tests.aot import ARCHS, aot, compile_ahead
 from tests.compare import assert_same_as_separate, assert_same_bits, rel_norm
 from tests.paged_cache import draw
@@ -104,16 +104,19 @@ def test_operands_that_do_not_fit_are_refused():
 
 @aot
 @pytest.mark.parametrize(
-    ("arch", "cached"),
-    [*((arch, "bf16") for arch in ARCHS), *((arch, "fp8e4nv") for arch in ARCHS if arch >= 89)],
+    ("arch", "cached", "given"),
+    [
+        *((arch, "bf16", False) for arch in ARCHS),
+        *((arch, "fp8e4nv", given) for arch in ARCHS if arch >= 89 for given in (False, True)),
+    ],
 )
 @pytest.mark.parametrize("interleaved", [False, True])
-def test_compiles(arch, cached, interleaved):
+def test_compiles(arch, cached, given, interleaved):
     pointers = dict.fromkeys(("q_pe_ptr", "kv_ptr", "weight_ptr"), "*bf16") | {"cache_ptr": f"*{cached}"}
-    pointers["scales_ptr"] = None if cached == "bf16" else "*fp32"
+    pointers |= {"scales_ptr": None if cached == "bf16" else "*fp32", "saturated_ptr": "*i64" if given else None}
     indices = {"positions_ptr": "*i64", "slots_ptr": "*i64", "table_ptr": "*fp32", "eps": "fp32"}
     names = ("num_tokens", "num_heads", "page_size", "stride_qt", "stride_qh", "stride_kt", "stride_cn", "stride_cp")
     names += ("stride_sn", "stride_sp")
-    blocks = {"LATENT": 512, "HALF": 32, "BLOCK_R": 2, "BLOCK_L": 512, "BLOCK_H": 16, "BLOCK_P": 32}
+    blocks = {"LATENT": 512, "HALF": 32, "BLOCK_R": 2, "BLOCK_L": 512, "BLOCK_H": 16, "BLOCK_P": 32, "GIVEN": given}
     args = pointers | indices | dict.fromkeys(names, "i32") | blocks | {"INTERLEAVED": interleaved, "PDL": arch >= 90}
     assert compile_ahead(_latent_rope_store_kernel, arch, args)

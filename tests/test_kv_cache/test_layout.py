@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kv_cache.layout import KVLayout
+from kv_cache.layout import KVLayout, LayerScales
 from kv_cache.pool import KVPool
 
 
@@ -29,12 +29,12 @@ def test_fp8_bytes_of_mixtral_8x7b() -> None:
     layout = KVLayout.gqa(32, 16, 8, 128, torch.bfloat16, "fp8")
     assert layout.bytes_per_token == 65_536 + 2_048
     assert layout.layer_shape(7) == (7, 16 * (2 * 8 * 128 + 2 * 8 * 4))
-    of_layer = KVLayout.gqa(32, 16, 8, 128, torch.bfloat16, "fp8-layer")
+    of_layer = KVLayout.gqa(32, 16, 8, 128, torch.bfloat16, "fp8-layer", (LayerScales(0.04, 0.05),) * 32)
     assert of_layer.bytes_per_token == 65_536 and of_layer.layer_shape(7) == (7, 2, 16, 8, 128)
 
 
 def test_int4_bytes_of_mixtral_8x7b() -> None:
-    """Half a byte an entry and a step and a least value for each head: 32 KiB and 4 KiB a token."""
+    """Half a byte an entry, and four numbers of two bytes for each of 2 x 8 heads: 32 KiB and 4 KiB a token."""
     layout = KVLayout.gqa(32, 16, 8, 128, torch.bfloat16, "int4")
     assert layout.bytes_per_token == 32_768 + 4_096
 
@@ -48,7 +48,7 @@ def test_fp8_bytes_of_deepseek_v3() -> None:
     ("layout", "values", "scales"),
     [
         (KVLayout.gqa(1, 4, 3, 10, torch.bfloat16, "fp8"), (5, 2, 4, 3, 10), (5, 2, 4, 3)),
-        (KVLayout.gqa(1, 1, 1, 6, torch.bfloat16, "int4"), (5, 2, 1, 1, 3), (5, 2, 1, 1, 2)),
+        (KVLayout.gqa(1, 1, 1, 6, torch.bfloat16, "int4"), (5, 2, 1, 1, 3), (5, 2, 1, 1, 4)),
         (KVLayout.mla(1, 2, 5, 2, torch.bfloat16, "fp8"), (5, 2, 7), (5, 2, 2)),
     ],
 )
@@ -78,7 +78,8 @@ def test_what_cannot_be_int4_is_refused() -> None:
         KVLayout.gqa(3, 8, 2, 4, torch.float32),
         KVLayout.mla(2, 4, 6, 2, torch.float16),
         KVLayout.gqa(2, 2, 3, 10, torch.bfloat16, "fp8"),
-        KVLayout.gqa(2, 2, 3, 10, torch.bfloat16, "fp8-layer"),
+        KVLayout.gqa(2, 2, 3, 10, torch.bfloat16, "fp8-layer", (LayerScales(0.04, 0.05),) * 2),
+        KVLayout.gqa(2, 2, 3, 10, torch.bfloat16, "int4"),
         KVLayout.mla(2, 4, 6, 2, torch.bfloat16, "fp8"),
     ],
 )
@@ -94,3 +95,20 @@ def test_a_pool_takes_the_bytes_its_layout_says(layout: KVLayout) -> None:
 def test_block_size_is_a_power_of_two(size: int) -> None:
     with pytest.raises(ValueError, match=rf"cache.block_size={size} must be a power of two from 1 to 256"):
         KVLayout.gqa(1, size, 1, 8, torch.float32)
+
+
+def test_C49_scales_of_a_layer_are_one_number_for_all_its_blocks() -> None:
+    """And part of what keys of a prefix cache begin with."""
+    scales = (LayerScales(0.04, 0.05), LayerScales(0.5, 0.25))
+    gqa = KVLayout.gqa(2, 4, 3, 8, torch.bfloat16, "fp8-layer", scales)
+    mla = KVLayout.mla(2, 4, 16, 8, torch.bfloat16, "fp8-layer", scales)
+    for index, (key, value) in enumerate(scales):
+        of_heads, of_latents = (KVPool(layout, 5, "cpu").caches[index].scales for layout in (gqa, mla))
+        assert of_heads is not None and of_heads.shape == (5, 2, 4, 3) and of_heads.untyped_storage().nbytes() == 8
+        assert bool((of_heads[:, 0] == torch.tensor(key)).all()) and bool((of_heads[:, 1] == torch.tensor(value)).all())
+        assert of_latents is not None and of_latents.shape == (5, 4, 2) and of_latents.stride(-1) == 1
+        assert bool((of_latents == torch.tensor(key)).all())
+    other = KVLayout.gqa(2, 4, 3, 8, torch.bfloat16, "fp8-layer", (scales[0], LayerScales(0.5, 0.26)))
+    assert len({gqa.salt, other.salt, KVLayout.gqa(2, 4, 3, 8, torch.bfloat16, "fp8").salt}) == 3
+    with pytest.raises(AssertionError, match="1 layers have scales, wanted 2"):
+        KVLayout.gqa(2, 4, 3, 8, torch.bfloat16, "fp8-layer", scales[:1])
