@@ -22,12 +22,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from expert_parallel.dispatcher import Dispatcher
 from expert_parallel.group_dispatcher import GroupDispatcher, Home
 from expert_parallel.rounds import RoundInput
 from kernels.combine import combine
 from kernels.pack import pack
-from kernels.rmsnorm import Norm
 
 
 class AllGatherHandle(NamedTuple):
@@ -105,19 +103,9 @@ class AllGatherDispatcher(GroupDispatcher):
             more=num_taken < x_TD.shape[0],
         )
 
-    def combine(self, y_RD: Tensor, handle: AllGatherHandle) -> Tensor:
+    def _bring_home(self, y_RD: Tensor, handle: AllGatherHandle) -> Home | Tensor:
         if handle.weights_XK is not None:
-            return self._combine_fast(y_RD, handle.packed_row_XK, handle.weights_XK)
-        return super().combine(y_RD, handle)
-
-    def combine_norm(
-        self, y_RD: Tensor, handle: AllGatherHandle, residual_TD: Tensor, norm: Norm, shared_TD: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        if handle.weights_XK is not None:
-            return Dispatcher.combine_norm(self, y_RD, handle, residual_TD, norm, shared_TD)
-        return super().combine_norm(y_RD, handle, residual_TD, norm, shared_TD)
-
-    def _bring_home(self, y_RD: Tensor, handle: AllGatherHandle) -> Home:
+            return self._sums(combine(y_RD, handle.packed_row_XK, handle.weights_XK))
         num_taken, pairs_here = handle.ranks_TK.shape[0], self._pairs_of_rank[self.group.rank]
         back_RD = y_RD[_pairs_by_token(handle.packed_row_XK, pairs_here)]
         out_rows = [num_taken * pairs for pairs in self._pairs_of_rank]
@@ -127,8 +115,7 @@ class AllGatherDispatcher(GroupDispatcher):
         self.traffic.combine_bytes += (self.group.size - 1) * rows[0] * y_RD.shape[1] * y_RD.element_size()
         return Home(home_RD, self._home_rows(handle.ranks_TK), handle.weights_TK)
 
-    def _combine_fast(self, y_RD: Tensor, packed_row_XK: Tensor, weights_XK: Tensor) -> Tensor:
-        part_XD = combine(y_RD, packed_row_XK, weights_XK)
+    def _sums(self, part_XD: Tensor) -> Tensor:
         out_TD = part_XD.new_empty(part_XD.shape[0] // self.group.size, part_XD.shape[1])
         self.group.reduce_scatter(out_TD, part_XD)
         self.traffic.combine_bytes += (self.group.size - 1) * out_TD.numel() * out_TD.element_size()

@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from expert_parallel.dispatcher import Dispatcher
+from expert_parallel.dispatcher import Dispatcher, residual_norm
 from expert_parallel.group import ExpertGroup
 from expert_parallel.record import RecordLayout, copy_rows
 from expert_parallel.replicas import ReplicaTable
@@ -94,16 +94,22 @@ class GroupDispatcher(Dispatcher):
 
     def combine(self, y_RD: Tensor, handle: Any) -> Tensor:
         """The complete sum of every row taken, in the dtype of y. Every rank of the group combines."""
-        return combine(*self._bring_home(y_RD, handle))
+        home = self._bring_home(y_RD, handle)
+        return home if isinstance(home, Tensor) else combine(*home)
 
     def combine_norm(
         self, y_RD: Tensor, handle: Any, residual_TD: Tensor, norm: Norm, shared_TD: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """As `combine`; residual and shared rows are those of the rows taken."""
-        return combine_norm(*self._bring_home(y_RD, handle), residual_TD, *norm, shared_TD)
+        home = self._bring_home(y_RD, handle)
+        if isinstance(home, Tensor):
+            return residual_norm(home, residual_TD, norm, shared_TD)
+        return combine_norm(*home, residual_TD, *norm, shared_TD)
 
     @abstractmethod
-    def _bring_home(self, y_RD: Tensor, handle: Any) -> Home: ...
+    def _bring_home(self, y_RD: Tensor, handle: Any) -> Home | Tensor:
+        """What is still to be summed, or the complete sums."""
+        ...
 
     def _check_top_k(self, expert_ids_TK: Tensor) -> None:
         assert expert_ids_TK.shape[1] == self.top_k, f"{expert_ids_TK.shape[1]} experts a token, made for {self.top_k}"
