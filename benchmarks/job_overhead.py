@@ -6,8 +6,8 @@ Time per line is the processor time of a whole job, all threads, less that of th
 machine changes little. Memory is read while it runs. Passes take turns, each in a fresh process; the median counts.
 `parts=true` names the functions that take the time.
 
-Keys: lines, line_bytes (of the prompt), answer_tokens, form (plain or openai), repeat, parts, folder (where files are
-made; a temporary one by default). The figures go to the screen as a table and as one line of JSON.
+Keys: lines, line_bytes (of the prompt), answer_tokens, form (plain or openai), order (file or prefix), repeat, parts,
+folder (where files are made; a temporary one by default). The figures go to the screen as a table and as one line of JSON.
 """
 
 from __future__ import annotations
@@ -31,10 +31,16 @@ sys.path.insert(0, str(ROOT))  # a script's own folder is all that Python puts t
 
 from configs.checks import freeze  # noqa: E402
 from configs.schema import Config  # noqa: E402
-from moe.batch.answers import AnswerFile  # noqa: E402
 from moe.batch.job import Job  # noqa: E402
-from moe.batch.report import Progress  # noqa: E402
-from moe.engine.request import CompletionOutput, Request, RequestOutput  # noqa: E402
+from moe.batch.journal import Header  # noqa: E402
+from moe.batch.journal_writer import JournalWriter  # noqa: E402
+from moe.batch.ledger import Ledger  # noqa: E402
+from moe.batch.monitor import Monitor  # noqa: E402
+from moe.batch.output import put_together  # noqa: E402
+from moe.batch.report import JobReport, Progress  # noqa: E402
+from moe.batch.run_files import RunFiles  # noqa: E402
+from moe.batch.sources import Source, job_lines  # noqa: E402
+from moe.engine.request import CompletionOutput, Request, RequestOutput, SamplingParams  # noqa: E402
 from moe.engine.stats import EngineStats  # noqa: E402
 
 AT_A_TIME = 256  # answers that the stub has in progress
@@ -44,6 +50,7 @@ DEFAULTS = {
     "line_bytes": 400,
     "answer_tokens": 100,
     "form": "plain",
+    "order": "file",
     "repeat": 3,
     "parts": False,
     "folder": "",
@@ -69,11 +76,25 @@ class StubTokenizer:
 class StubEngine:
     """Every step ends the eldest AT_A_TIME requests, all with the same text."""
 
+    max_num_seqs = AT_A_TIME
+    num_waiting = expects_more = stop_wanted = stopped = 0
+    joined = False
+
     def __init__(self, answer_tokens: int) -> None:
         self.stats = EngineStats(kv_blocks_total=1024)
         self._waiting: dict[str, Request] = {}
         self._ids = list(range(answer_tokens))
         self._text = "word " * answer_tokens
+
+    @property
+    def has_unfinished(self) -> bool:
+        return bool(self._waiting)
+
+    def join(self) -> None:
+        pass
+
+    def abort(self, request_id: str) -> bool:
+        return False
 
     def add_request(self, request: Request) -> None:
         self._waiting[request.request_id] = request
@@ -107,37 +128,57 @@ def write_input(path: Path, options: Mapping[str, Any]) -> None:
 def bare_seconds(options: Mapping[str, Any]) -> float:
     """The stub alone: making requests, and handing out answers."""
     engine, ids = StubEngine(options["answer_tokens"]), StubTokenizer().encode_prompt("")
+    params = SamplingParams()
     begin = time.process_time()
     for start in range(0, options["lines"], AT_A_TIME):
         for number in range(start, min(start + AT_A_TIME, options["lines"])):
-            engine.add_request(Request(f"line-{number}", ids))
+            engine.add_request(Request(f"line-{number}", ids, params))
         engine.step()
     return time.process_time() - begin
 
 
 def run_job(source: Path, output: Path, options: Mapping[str, Any]) -> dict[str, Any]:
-    """One job in this process: its seconds, and resident MiB over its course."""
+    """One job in this process: processor seconds of its parts, and resident MiB over its course."""
     config = Config()
-    config.input, config.output, config.job.overwrite = str(source), str(output), True
+    config.input, config.output, config.job.order = str(source), str(output), options["order"]
+    config.job.report = str(output.with_name("report"))
+    config.job.report_every_s = 5.0
     freeze(config)
     memory: list[float] = []
     every = max(options["lines"] // SAMPLES, 1)
+    engine, monitor = StubEngine(options["answer_tokens"]), Monitor(config, [])
 
     def look(progress: Progress) -> None:
+        monitor.step(progress)
         if progress.lines_done >= every * len(memory):
             memory.append(resident_mib())
 
-    with AnswerFile.open(output, overwrite=True) as answers:
-        job = Job(config, StubEngine(options["answer_tokens"]), StubTokenizer(), "stub")
-        begin, wall = time.process_time(), time.perf_counter()
-        job.run(source, answers, look)
+    files, fingerprint, ledger = RunFiles(output), {"stub": "1"}, Ledger()
+    begin, wall = time.process_time(), time.perf_counter()
+    lines = ledger.pending(job_lines(config, Source.open(config)))
+    with JournalWriter(files.journal_path(1, 0), Header(1, 0, fingerprint)) as journal:
+        job = Job(config, engine, StubTokenizer(), "stub", on_error=monitor.error)
+        job.run(lines, journal, look)
+    answered = time.process_time() - begin
+    assert put_together(files, fingerprint, ledger) == 0, "lines failed"
     seconds, wall = time.process_time() - begin, time.perf_counter() - wall
+    report = JobReport.of(
+        engine.stats, model="stub", device="none", answered=job.lines_read, failed=0, seconds=job.seconds
+    )
+    monitor.finish(report, outcome="complete")
     written = sum(1 for _ in output.open("rb"))
     assert written == options["lines"], f"{written} records of {options['lines']} lines"
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     # The first readings are of a job that fills its window.
     settled = memory[len(memory) // 5]
-    return {"seconds": seconds, "wall": wall, "settled_mib": settled, "end_mib": memory[-1], "peak_mib": peak}
+    return {
+        "seconds": seconds,
+        "wall": wall,
+        "output_seconds": seconds - answered,
+        "settled_mib": settled,
+        "end_mib": memory[-1],
+        "peak_mib": peak,
+    }
 
 
 def resident_mib() -> float:
@@ -187,10 +228,11 @@ def main(words: Sequence[str]) -> None:
         bares.append(in_fresh_process(options, only="bare", parts=False)["seconds"])
     per_line = [(job["seconds"] - bare) / options["lines"] * 1e6 for job, bare in zip(jobs, bares, strict=True)]
     result = {
-        **{name: options[name] for name in ("lines", "line_bytes", "answer_tokens", "form", "repeat")},
+        **{name: options[name] for name in ("lines", "line_bytes", "answer_tokens", "form", "order", "repeat")},
         "us_per_line": statistics.median(per_line),
         "us_per_line_least": min(per_line),
         "us_per_line_most": max(per_line),
+        "of_it_output": statistics.median(job["output_seconds"] for job in jobs) / options["lines"] * 1e6,
         "wall_us_per_line": statistics.median(job["wall"] for job in jobs) / options["lines"] * 1e6,
         "stub_us_per_line": statistics.median(bares) / options["lines"] * 1e6,
         "settled_mib": statistics.median(job["settled_mib"] for job in jobs),

@@ -21,7 +21,7 @@ from moe.batch.ledger import line_digest
 from moe.batch.lines import BadLine, InputFault, Line, dump_line
 from moe.batch.monitor import ErrorNote
 from moe.batch.prompts import BatchTokenizer, prompt_ids
-from moe.batch.protocol import LineError, LineRequest, resolve_params
+from moe.batch.protocol import LineError, LineParams, LineRequest
 from moe.batch.records import (
     BAD_REQUEST,
     FAILED,
@@ -124,6 +124,7 @@ class Job:
         self._engine = engine
         self._tokenizer = tokenizer
         self._model = model
+        self._params = LineParams(config.sampling, tokenizer.generation_defaults if tokenizer is not None else {})
         self._on_error = on_error
         self._count_errors = count_errors
         self._running: dict[str, _Running] = {}
@@ -206,8 +207,7 @@ class Job:
         """Hand a line to the engine, or finish it with an error record."""
         try:
             line = parse(source)
-            defaults = self._tokenizer.generation_defaults if self._tokenizer is not None else {}
-            params = resolve_params(line, self._config.sampling, defaults)
+            params = self._params.of(line)
         except LineError as error:
             self._fail(source, INVALID, str(error), BAD_REQUEST)
             return

@@ -9,6 +9,7 @@ import difflib
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
+from functools import lru_cache
 from typing import Any, Literal
 
 from configs.schema import SamplingConfig
@@ -18,6 +19,8 @@ from moe.engine.request import SamplingParams, derive_seed
 LineId = Any  # any JSON value; it comes back as it went in
 # Stands for minus infinity, which JSON lacks; OpenAI's own value.
 LOWEST_LOGPROB = -9999.0
+KEPT_PARAMS, KEPT_CHARS = 256, 1000
+_ENCODER = json.JSONEncoder(allow_nan=False)
 SAMPLING_FIELDS = frozenset(item.name for item in fields(SamplingParams))
 
 
@@ -53,22 +56,43 @@ class LineRequest:
     model: str | None = None  # as the OpenAI body names it; comes back in the answer
 
 
+class LineParams:
+    """The parameters of each line of a job: line over command line over generation_config (chats only) over neutral
+    values. A line without a seed gets one that follows from the job's seed and its id alone, not from its place.
+
+    Most lines of a job ask for the same, so what was last asked for is kept.
+    """
+
+    def __init__(self, sampling: SamplingConfig, generation_defaults: Mapping[str, Any]) -> None:
+        self._job_seed = sampling.seed
+        self._defaults = generation_defaults
+        self._command_line = command_line_layer(sampling)
+        self._kept: dict[tuple[bool, str], SamplingParams] = {}
+
+    def of(self, line: LineRequest) -> SamplingParams:
+        """LineError where the line's own parameters do not go with the command line's."""
+        is_chat, text = line.messages is not None, _as_text(line.fields)
+        params = self._kept.get((is_chat, text)) if text is not None else None
+        if params is None:
+            params = self._resolve(line, is_chat)
+            if text is not None:
+                if len(self._kept) >= KEPT_PARAMS:
+                    self._kept.clear()
+                self._kept[is_chat, text] = params
+        return params if params.seed is not None else params.with_seed(line_seed(self._job_seed, line.id))
+
+    def _resolve(self, line: LineRequest, is_chat: bool) -> SamplingParams:
+        try:
+            return SamplingParams.from_layers(self._defaults if is_chat else {}, self._command_line, line.fields)
+        except (ValueError, TypeError) as error:
+            raise LineError(str(error)) from error
+
+
 def resolve_params(
     line: LineRequest, sampling: SamplingConfig, generation_defaults: Mapping[str, Any]
 ) -> SamplingParams:
-    """The line's parameters: line over command line over generation_config (chats only) over neutral values.
-
-    A line without a seed gets one that depends on the job's seed and its id alone, not on its place in the file.
-    """
-    defaults = generation_defaults if line.messages is not None else {}
-    try:
-        params = SamplingParams.from_layers(defaults, command_line_layer(sampling), line.fields)
-        if params.seed is None:
-            seed = line_seed(sampling.seed, line.id)
-            params = SamplingParams.from_layers(defaults, command_line_layer(sampling), line.fields, {"seed": seed})
-    except (ValueError, TypeError) as error:
-        raise LineError(str(error)) from error
-    return params
+    """The parameters of one line; of many, see LineParams."""
+    return LineParams(sampling, generation_defaults).of(line)
 
 
 def line_seed(job_seed: int, line_id: LineId) -> int:
@@ -86,9 +110,13 @@ def command_line_layer(sampling: SamplingConfig) -> dict[str, Any]:
 
 def check_known(record: Mapping[str, Any], known: Iterable[str], where: str = "") -> None:
     """Raise LineError for the first key that is not known, with the nearest one that is."""
+    if not isinstance(known, frozenset):
+        known = frozenset(known)
+    if record.keys() <= known:
+        return
     names = sorted(known)
     for name in record:
-        if name not in names:
+        if name not in known:
             found = difflib.get_close_matches(name, names, n=1)
             guess = f"did you mean {found[0]!r}?" if found else f"known are {', '.join(names)}."
             raise LineError(f"unknown field {name!r}{where}; {guess}")
@@ -138,11 +166,31 @@ def check_chat_options(record: Mapping[str, Any]) -> ChatOptions:
 
 def check_sampling(values: dict[str, Any]) -> dict[str, Any]:
     """The same values, proved to make sampling parameters; LineError with the parameter's own message."""
+    text = _as_text(values)
     try:
-        SamplingParams.from_layers(values)
+        if text is None:
+            SamplingParams.from_layers(values)
+        else:
+            _prove(text)
     except (ValueError, TypeError) as error:
         raise LineError(str(error)) from error
     return values
+
+
+@lru_cache(maxsize=KEPT_PARAMS)
+def _prove(text: str) -> None:
+    """That the values, as JSON, make sampling parameters. Lines of a job are much alike, and a look is cheap."""
+    SamplingParams.from_layers(json.loads(text))
+
+
+def _as_text(values: dict[str, Any]) -> str | None:
+    """Values as JSON, which tells 1 from 1.0 and true as equality does not; None of what JSON cannot hold, or what is
+    too long to be kept."""
+    try:
+        text = _ENCODER.encode(values) if values else "{}"
+    except (TypeError, ValueError):
+        return None
+    return text if len(text) <= KEPT_CHARS else None
 
 
 def json_logprob(value: float) -> float:

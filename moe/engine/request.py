@@ -65,7 +65,9 @@ class SamplingParams:
     def check(self) -> None:
         """Raise ValueError for the first field out of its range or in conflict with another."""
         for name, allowed in SAMPLING_RANGES.items():
-            (_check_int if name in WHOLE else _check_float)(name, getattr(self, name), allowed)
+            value = getattr(self, name)
+            if value is not None:
+                (_check_int if name in WHOLE else _check_float)(name, value, allowed)
         _check_int("truncate_prompt_tokens", self.truncate_prompt_tokens, Range(1))
         for name in ("include_stop_str_in_output", "ignore_eos", "detokenize", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
@@ -109,6 +111,12 @@ class SamplingParams:
             chosen.update({name: value for name, value in layer.items() if value is not None})
         return cls(**chosen)
 
+    def with_seed(self, seed: int) -> SamplingParams:
+        """The same params with another seed, which is known to be one; nothing is checked again."""
+        copy = object.__new__(SamplingParams)
+        copy.__dict__.update(self.__dict__, seed=seed)
+        return copy
+
     @property
     def greedy(self) -> bool:
         return self.temperature is not None and self.temperature < GREEDY_TEMPERATURE
@@ -121,6 +129,9 @@ class SamplingParams:
         if cut or self.penalizes or self.logit_bias or self.logprobs is not None:
             return NEVER
         return self.min_tokens
+
+
+_NAMES = frozenset(item.name for item in fields(SamplingParams))
 
 
 @dataclass(frozen=True)
@@ -194,7 +205,7 @@ def derive_seed(seed: int, *parts: str | int) -> int:
 
 def _check_int(name: str, value: object, allowed: Range) -> None:
     """None passes; True is no number."""
-    if value is None:
+    if value is None or (type(value) is int and in_range(value, *allowed)):
         return
     words = f"from {allowed.low} to {allowed.high}" if allowed.high is not None else f"of at least {allowed.low}"
     if isinstance(value, bool) or not isinstance(value, int):
@@ -204,7 +215,7 @@ def _check_int(name: str, value: object, allowed: Range) -> None:
 
 
 def _check_float(name: str, value: object, allowed: Range) -> None:
-    if value is None:
+    if value is None or (type(value) in (int, float) and in_range(value, *allowed)):
         return
     words = f"{'above' if allowed.low_open else 'from'} {allowed.low:g} to {allowed.high:g}"
     if isinstance(value, bool) or not isinstance(value, int | float):
@@ -254,7 +265,6 @@ def _check_bias(logit_bias: object) -> None:
 
 
 def _check_names(values: Mapping[str, Any]) -> None:
-    known = {f.name for f in fields(SamplingParams)}
     for name in values:
-        if name not in known:
-            raise ValueError(f"{name!r} is no sampling parameter; known are {', '.join(sorted(known))}.")
+        if name not in _NAMES:
+            raise ValueError(f"{name!r} is no sampling parameter; known are {', '.join(sorted(_NAMES))}.")
