@@ -1,7 +1,8 @@
 """Time workloads on dummy weights: `python -m launch.bench workload=w1,w2,w3 model=qwen3-30b-a3b result=r.json`.
 
 w1 offline throughput, w2 decode step, w3 prefill: launch/bench_engine.py. w4 one MoE layer: launch/bench_layer.py.
-w5 paged attention: launch/bench_attention.py. serving, latencies: launch/bench_serving.py. Each figure comes with its
+w5 paged attention: launch/bench_attention.py. serving, latencies: launch/bench_serving.py. ep, rows between ranks that
+torchrun starts, alone: launch/bench_ep.py. Each figure comes with its
 floor (what must be read and computed, over the card's rates), its target and what others reach
 (benchmarks/baselines.json).
 
@@ -27,6 +28,8 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from expert_parallel.group import Ranks
+from launch import bench_ep
 from launch.bench_attention import LISTED, HeadLayout, head_layout, measure_attention
 from launch.bench_engine import EngineBench
 from launch.bench_layer import TOKENS, LayerShape, layer_shape, measure_layer
@@ -48,23 +51,26 @@ WORKLOADS = (
     "w2",
     "w3",
     "serving",
+    "ep",
 )  # in this order: the kernels' benches before the engine fills the memory
 ENGINE_WORKLOADS = ("w1", "w2", "w3", "serving")
 DEFAULTS = ("load_format=dummy", "cache.prefix_caching=false", "engine.max_model_len=8192")
 OWN_KEYS = {
-    "workload": "w1, w2, w3, w4, w5, serving; several with commas",
+    "workload": "w1, w2, w3, w4, w5, serving; several with commas; ep alone, under torchrun",
     "model": "w1 to w3, serving: names in benchmarks/models/, or a model of launch.generate",
     "device": "auto, cuda or cpu",
     "limit": "w1, w3: only so many requests; w2: only so many of its batches",
     "rounds": "timed passes of w1 (1), w2 (1), w3 (3)",
     "lengths": f"serving: {','.join(LENGTHS)}",
     "concurrency": "serving: requests in flight, 1,16,64",
-    "shapes": "w4: mixtral,qwen3,dsv3-ep8, or sizes such as E60-k4-D2880-F1408; with -fp8 behind, experts in fp8",
-    "tokens": "w4: 1,8,64,...",
+    "shapes": "w4: mixtral,qwen3,dsv3-ep8 (ep: dsv3,qwen3), or sizes such as E60-k4-D2880-F1408; with -fp8 behind, "
+    "experts in fp8",
+    "tokens": "w4: 1,8,64,...; ep: of each rank, 16,128,...",
+    "dispatchers": f"ep: {','.join(bench_ep.NAMES)}",
     "parts": "w4: true or false, each kernel alone as well",
     "attention": f"w5: {','.join(LISTED)}",
     "points": "w5: 1x512,64x4096: sequences x length, instead of the listed ones",
-    "seconds": "w4, w5: device time of each point's samples",
+    "seconds": "w4, w5, ep: device time of each point's samples",
     "commit": "the commit, where the tree cannot say it",
     "result": "a JSON file; it is written again after every workload",
     "picture": "a PNG: the figures under the card's roofline",
@@ -86,6 +92,7 @@ class Choice:
     concurrency: tuple[int, ...]
     shapes: tuple[LayerShape, ...]
     tokens: tuple[int, ...]
+    dispatchers: tuple[str, ...]
     parts: bool
     layouts: tuple[HeadLayout, ...]
     points: tuple[tuple[int, int], ...] | None
@@ -110,10 +117,14 @@ def main(argv: Sequence[str] | None = None) -> int:
                 compose_config(
                     parse(_engine_words(choice, model))
                 )  # a wrong key before the first second of device time
-        device = resolve_device(choice.device)
+        ranks = bench_ep.begin_ranks(choice.device) if choice.workloads == ("ep",) else None
+        device = resolve_device(choice.device) if ranks is None else ranks.device
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    if ranks is not None:
+        _measure_ep(choice, ranks, words)
+        return 0
     set_up_logging(Console(stderr=True))
     baselines = load_baselines()
     record, ceilings = begin_record(device, baselines, ["python", "-m", "launch.bench", *words], choice.commit)
@@ -130,6 +141,28 @@ def main(argv: Sequence[str] | None = None) -> int:
         draw(figures, ceilings, choice.picture)
         print(f"picture: {choice.picture}")
     return 0
+
+
+def _measure_ep(choice: Choice, ranks: Ranks, words: Sequence[str]) -> None:
+    """Every rank measures; the first one prints and writes."""
+    first, console = ranks.everyone.rank == 0, Console(width=240)
+    missing = bench_ep.left_out(ranks.everyone, ranks.device, choice.dispatchers)
+    names = [name for name in choice.dispatchers if name not in missing]
+    command = shlex.join(["torchrun", f"--nproc-per-node={ranks.everyone.size}", "-m", "launch.bench", *words])
+    record = machine_record(ranks.device, command, choice.commit) | {"left_out": missing}
+    if first:
+        print("\n".join(f"{name} is left out: {why}" for name, why in missing.items()))
+    figures: list[Figure] = []
+    for shape in choice.shapes:
+        for measured in bench_ep.measure_ep(ranks, shape, choice.tokens, names, choice.seconds):
+            figures += measured
+            if first:
+                print_figures(measured, console)
+                write_record(record, figures, choice.result)
+    if first and choice.result is not None:
+        print(f"result: {choice.result}")
+    ranks.everyone.barrier()  # nobody leaves while another still reaches for its memory
+    ranks.close()
 
 
 def begin_record(
@@ -235,6 +268,10 @@ def read_choice(words: Sequence[str]) -> Choice:
     workloads = split_list(own.get("workload", ""))
     if not workloads or any(workload not in WORKLOADS for workload in workloads):
         raise ValueError(f"workload={own.get('workload')} is unknown; give some of {','.join(sorted(WORKLOADS))}.")
+    if "ep" in workloads and len(workloads) > 1:
+        raise ValueError(f"workload={own['workload']}: ep needs ranks and the others need one process; give it alone.")
+    if unknown := [name for name in split_list(own.get("dispatchers", "")) if name not in bench_ep.NAMES]:
+        raise ValueError(f"dispatchers={unknown[0]} is unknown; use {', '.join(bench_ep.NAMES)}.")
     if rest and not any(workload in ENGINE_WORKLOADS for workload in workloads):
         guess = difflib.get_close_matches(rest[0].partition("=")[0], OWN_KEYS, n=1)
         raise ValueError(
@@ -253,8 +290,9 @@ def read_choice(words: Sequence[str]) -> Choice:
         rounds=number_above_zero(own, "rounds", int, None),
         lengths=split_list(own.get("lengths", "short,mixed")),
         concurrency=positives(own, "concurrency", CONCURRENCY),
-        shapes=tuple(layer_shape(text) for text in split_list(own.get("shapes", "mixtral,qwen3,dsv3-ep8"))),
-        tokens=positives(own, "tokens", TOKENS),
+        shapes=_shapes(own, workloads),
+        tokens=positives(own, "tokens", bench_ep.TOKENS if "ep" in workloads else TOKENS),
+        dispatchers=split_list(own.get("dispatchers", ",".join(bench_ep.NAMES))),
         parts=flag(own, "parts", True),
         layouts=tuple(head_layout(text) for text in (split_list(own["attention"]) if "attention" in own else LISTED)),
         points=tuple(_point(text) for text in split_list(own["points"])) if "points" in own else None,
@@ -264,6 +302,13 @@ def read_choice(words: Sequence[str]) -> Choice:
         picture=output_file(own, "picture"),
         engine_words=tuple(rest),
     )
+
+
+def _shapes(own: dict[str, str], workloads: Sequence[str]) -> tuple[LayerShape, ...]:
+    """ep has a layer by its whole, where w4 has one rank's share."""
+    whole = {shape.name: shape for shape in bench_ep.SHAPES} if "ep" in workloads else {}
+    names = split_list(own.get("shapes", ",".join(whole) or "mixtral,qwen3,dsv3-ep8"))
+    return tuple(whole.get(name) or layer_shape(name) for name in names)
 
 
 def _point(text: str) -> tuple[int, int]:
