@@ -6,6 +6,7 @@ Knows the record's fields and how each is best shown; nothing of jobs. Whatever 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -33,6 +34,31 @@ TIMES = {
 
 def render_page(metrics: Mapping[str, Any]) -> str:
     """The HTML text. ValueError where a field is missing or of another kind."""
+    try:
+        outcome, mood = OUTCOMES.get(metrics["outcome"], (metrics["outcome"], "warn"))
+        return (
+            _environment()
+            .get_template("report.html")
+            .render(
+                m=metrics,
+                outcome=outcome,
+                mood=mood,
+                tiles=_tiles(metrics),
+                charts=_charts(metrics),
+                times=_times(metrics["latencies"]),
+                errors=_errors(metrics),
+                experts=_experts(metrics["expert_counts"]),
+                memory=_memory(metrics),
+                settings=_settings(metrics["config"], set(metrics["changed_keys"])),
+            )
+        )
+    except (LookupError, TypeError, AttributeError, ArithmeticError) as error:
+        raise ValueError(f"no report can be drawn from these numbers: {type(error).__name__}: {error}") from error
+
+
+@cache
+def _environment() -> Environment:
+    """Made once: a template is compiled when it is first wanted, and a report is written many times."""
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -41,22 +67,7 @@ def render_page(metrics: Mapping[str, Any]) -> str:
         lstrip_blocks=True,
     )
     environment.filters |= {"time": show_seconds, "gib": _gib, "moment": _moment}
-    try:
-        outcome, mood = OUTCOMES.get(metrics["outcome"], (metrics["outcome"], "warn"))
-        return environment.get_template("report.html").render(
-            m=metrics,
-            outcome=outcome,
-            mood=mood,
-            tiles=_tiles(metrics),
-            charts=_charts(metrics),
-            times=_times(metrics["latencies"]),
-            errors=_errors(metrics),
-            experts=_experts(metrics["expert_counts"]),
-            memory=_memory(metrics),
-            settings=_settings(metrics["config"], set(metrics["changed_keys"])),
-        )
-    except (LookupError, TypeError, AttributeError, ArithmeticError) as error:
-        raise ValueError(f"no report can be drawn from these numbers: {type(error).__name__}: {error}") from error
+    return environment
 
 
 def _tiles(metrics: Mapping[str, Any]) -> list[tuple[str, str, str]]:

@@ -205,23 +205,27 @@ def derive_seed(seed: int, *parts: str | int) -> int:
 
 def _check_int(name: str, value: object, allowed: Range) -> None:
     """None passes; True is no number."""
-    if value is None or (type(value) is int and in_range(value, *allowed)):
+    if value is None:
+        return
+    is_number = isinstance(value, int) and not isinstance(value, bool)
+    if is_number and in_range(value, *allowed):
         return
     words = f"from {allowed.low} to {allowed.high}" if allowed.high is not None else f"of at least {allowed.low}"
-    if isinstance(value, bool) or not isinstance(value, int):
+    if not is_number:
         raise ValueError(f"{name}={value!r} must be a whole number {words}.")
-    if not in_range(value, *allowed):
-        raise ValueError(f"{name}={_shown(value)} is out of range; give a whole number {words}.")
+    raise ValueError(f"{name}={_shown(value)} is out of range; give a whole number {words}.")
 
 
 def _check_float(name: str, value: object, allowed: Range) -> None:
-    if value is None or (type(value) in (int, float) and in_range(value, *allowed)):
+    if value is None:
+        return
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if is_number and in_range(value, *allowed):
         return
     words = f"{'above' if allowed.low_open else 'from'} {allowed.low:g} to {allowed.high:g}"
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    if not is_number:
         raise ValueError(f"{name}={value!r} must be a number {words}.")
-    if not in_range(value, *allowed):
-        raise ValueError(f"{name}={_shown(value)} is out of range; give a finite number {words}.")
+    raise ValueError(f"{name}={_shown(value)} is out of range; give a finite number {words}.")
 
 
 def _shown(value: float) -> str:
