@@ -82,6 +82,7 @@ def test_contents(wheel: Path) -> None:
     for layer in ("configs", "router", "kv_cache", "expert_parallel", "kernels", "launch", "moe"):
         for path in (ROOT / layer).rglob("*.py"):
             assert str(path.relative_to(ROOT)) in names, path
+    assert {f"launch/{name}.sh" for name in ("one_node", "several_nodes", "slurm")} <= names
     assert "moe/py.typed" in names and "kernels/__init__.py" not in names
     assert not [name for name in names if name.startswith(("tests/", "tools/", "benchmarks/", "docs/"))]
 
