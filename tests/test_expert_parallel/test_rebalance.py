@@ -127,7 +127,7 @@ SWAPPED = Placement.of_ranks(8, [[7, 1, 2, 3], [4, 5, 6, 0]])
 
 
 def test_C25_a_swap_and_back_every_step_for_50_steps() -> None:
-    run_ranks(play, 2, Placement.contiguous(8, 2), [SWAPPED, Placement.contiguous(8, 2)], 25, 1)
+    run_ranks(play, 2, Placement.contiguous(8, 2), [SWAPPED, Placement.contiguous(8, 2)], 25, 1, timeout_s=180)
 
 
 def test_C25_redundant_slots_on_both_ranks_or_twice_on_one() -> None:
@@ -135,16 +135,16 @@ def test_C25_redundant_slots_on_both_ranks_or_twice_on_one() -> None:
     both = Placement.of_ranks(8, [[3, 1, 2, 0, 4], [3, 5, 6, 7, 1]])
     twice = Placement.of_ranks(8, [[3, 1, 3, 0, 4], [2, 5, 6, 7, None]])
     thrice = Placement.of_ranks(8, [[3, 3, 3, 0, 4], [2, 5, 6, 7, 1]])
-    run_ranks(play, 2, start, [both, twice, thrice, start], 3, 1)
+    run_ranks(play, 2, start, [both, twice, thrice, start], 3, 1, timeout_s=180)
 
 
 def test_C25_slots_that_do_not_divide_evenly_and_a_rank_without_any() -> None:
     start = Placement.contiguous(8, 4, redundant=2)  # 3, 3, 2 and 2 slots
     other = Placement.of_ranks(8, [[7, 0, 6], [5, 4, 0], [3, 2], [1, 0]])
-    run_ranks(play, 4, start, [other, start], 3, 2)
+    run_ranks(play, 4, start, [other, start], 3, 2, timeout_s=180)
     start = Placement.of_ranks(8, [[0, 1, 2, 3, 4], [], [5, 6, 7]])
     other = Placement.of_ranks(8, [[7, 0, 1, 2, 3], [], [4, 5, 6]])
-    run_ranks(play, 3, start, [other, start], 2, 2)
+    run_ranks(play, 3, start, [other, start], 2, 2, timeout_s=180)
 
 
 def refusals(rank: int, num_ranks: int) -> None:
@@ -168,7 +168,7 @@ def test_C25_plans_that_cannot_be_are_refused_before_anything_moves() -> None:
         Placement.of_ranks(8, [[7, 1, 2, 3], [4, 5, 6, 7]])
     with pytest.raises(ValueError, match=r"names expert 8, outside 0\.\.7"):
         Placement.of_ranks(8, [[8, 1, 2, 3], [4, 5, 6, 0]])
-    run_ranks(refusals, 2)
+    run_ranks(refusals, 2, timeout_s=180)
 
 
 class Flipping(ExpertGroup):
@@ -192,7 +192,7 @@ def damaged(rank: int, num_ranks: int) -> None:
 
 
 def test_a_bit_that_is_lost_on_the_way_is_noticed() -> None:
-    run_ranks(damaged, 2)
+    run_ranks(damaged, 2, timeout_s=180)
 
 
 def placements(seed: int, start: Placement) -> Iterator[Placement]:
