@@ -13,7 +13,7 @@ beforehand; who has fewer fills up with rows whose ids are -1, and those do not 
                   back: DeepEP weighs and sums the rows of each token
 
 DeepEP sums on the way: that is `parallel.combine=fast`, and exact is refused. One buffer serves all layers and both
-kinds of steps; it is made for the first dispatch, by all ranks together: before memory is planned, the largest steps run.
+kinds of steps. All ranks make it together, for the first dispatch: the largest steps run before memory is planned.
 """
 
 from __future__ import annotations

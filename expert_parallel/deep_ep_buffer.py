@@ -92,7 +92,7 @@ def _package() -> Any:
 
 
 class SharedBuffer:
-    """One `Buffer` for all that dispatch over a group, whatever the layer. `slots`: of each rank, as DeepEP counts them.
+    """One `Buffer` for all that dispatch over a group, whatever the layer. `slots`: of each rank, as DeepEP counts.
     `low_latency_tokens`: of each rank, for which a round of decode has room; 0 unless decode uses it. `package` is
     `deep_ep`, or what stands for it."""
 

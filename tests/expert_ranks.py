@@ -250,7 +250,9 @@ def run_case(group: ExpertGroup, key: Key, make: MakeDispatcher, *, padded: bool
     return Outcome(out_TD, rows_RD, scales_GR, first.offsets_S1, len(seen), most_rows, dispatcher.traffic)
 
 
-def run_norms(rank: int, num_ranks: int, make: MakeDispatcher, padded: bool) -> None:
+def run_norms(
+    rank: int, num_ranks: int, make: MakeDispatcher, padded: bool, combines: Sequence[Combine] = COMBINES
+) -> None:
     """`combine_norm` in one launch against what it means, in several rounds, with and without shared rows."""
     group = world(rank, num_ranks)
     case = case_named("several rounds with replicas")
@@ -259,7 +261,7 @@ def run_norms(rank: int, num_ranks: int, make: MakeDispatcher, padded: bool) -> 
     experts = make_experts(placement.experts_of(rank), torch.bfloat16)
     batch = make_batch(case, rank, num_ranks, torch.bfloat16, padded=padded)
     residual_TD, shared_TD = torch.randn(2, *batch.x_TD.shape).bfloat16()
-    for combine in COMBINES:
+    for combine in combines:
         dispatcher = make(
             group,
             ReplicaTable(placement, num_ranks + 1, "cpu"),
