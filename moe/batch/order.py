@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Any
 
 from moe.batch.lines import BadLine, InputFault, Line
@@ -30,6 +30,7 @@ STEP_CHARS, ID_CHARS = 64, 4
 RUN_LINES, RUN_CHARS = 8, 4 * STEP_CHARS
 UNBOUNDED = 1 << 62  # the work of a line that does not bound its answer
 
+Rank = tuple[int, int, int]
 Parts = tuple[Any, ...]  # a tag, then texts, or a tag and one list of ids: equal beginnings mean equal prompts so far
 
 
@@ -112,30 +113,35 @@ class _Window:
         return batch
 
 
-@dataclass
 class _Group:
     """Lines that share `depth` steps of their beginnings, as inner groups and single lines, each with its rank: most
-    work first, then the number of its first line."""
+    tokens first, then the longest prompt, then the number of its first line. `rank` is the group's own."""
 
-    depth: int
-    members: list[tuple[tuple[int, int, int], _Group | Line]] = field(default_factory=list)
+    def __init__(self, depth: int) -> None:
+        self.depth = depth
+        self.rank: Rank = (0, 0, 0)
+        self.members: list[tuple[Rank, _Group | Line]] = []
 
-    def add(self, member: _Group | Line) -> None:
-        self.members.append((_rank(member), member))
+    def add(self, rank: Rank, member: _Group | Line) -> None:
+        first = rank[2] if not self.members else min(self.rank[2], rank[2])
+        tokens, chars, _ = min(self.rank, rank) if self.members else rank
+        self.rank = (tokens, chars, first)
+        self.members.append((rank, member))
 
 
 def _arranged(batch: Sequence[Line | BadLine]) -> list[Line | BadLine]:
     """The lines of one window: bad ones, which cost nothing, then the groups."""
     arranged: list[Line | BadLine] = [line for line in batch if isinstance(line, BadLine)]
-    keyed = sorted(((prompt_parts(line), line) for line in batch if isinstance(line, Line)), key=lambda pair: pair[0])
+    keyed = [(_parts(line.record), line) for line in batch if isinstance(line, Line)]
+    keyed.sort(key=itemgetter(0))
     stack: list[_Group | Line] = [_grouped(keyed)]
     while stack:
         member = stack.pop()
-        if isinstance(member, Line):
-            arranged.append(member)
-        else:
-            ordered = sorted(member.members, key=lambda ranked: ranked[0], reverse=True)
+        if isinstance(member, _Group):
+            ordered = sorted(member.members, key=itemgetter(0), reverse=True)
             stack += [inner for _, inner in ordered]
+        else:
+            arranged.append(member)
     return arranged
 
 
@@ -143,15 +149,18 @@ def _grouped(keyed: Sequence[tuple[Parts, Line]]) -> _Group:
     """The tree of common beginnings of lines sorted by their parts, built from what neighbours share."""
     open_groups = [_Group(0)]  # each inside the one before it
     before: Parts = ()
+    waiting: tuple[Rank, Line] | None = None  # for what it shares with the next
     for parts, line in keyed:
         depth = shared_chars(before, parts) // STEP_CHARS
         before = parts
+        if waiting is not None:
+            if open_groups[-1].depth < depth:
+                open_groups.append(_Group(depth))
+            open_groups[-1].add(*waiting)
         _close(open_groups, depth)
-        if open_groups[-1].depth < depth:
-            _, neighbour = open_groups[-1].members.pop()
-            open_groups.append(_Group(depth))
-            open_groups[-1].add(neighbour)
-        open_groups[-1].add(line)
+        waiting = (-_most_tokens(line.record), -_num_chars(parts), line.number), line
+    if waiting is not None:
+        open_groups[-1].add(*waiting)
     _close(open_groups, 0)
     return open_groups[0]
 
@@ -162,26 +171,15 @@ def _close(open_groups: list[_Group], depth: int) -> None:
         ended = open_groups.pop()
         if open_groups[-1].depth < depth:
             open_groups.append(_Group(depth))
-        open_groups[-1].add(ended)
+        open_groups[-1].add(ended.rank, ended)
 
 
-def _rank(member: _Group | Line) -> tuple[int, int, int]:
-    if isinstance(member, Line):
-        tokens, chars = _work(member.record)
-        return -tokens, -chars, member.number
-    ranks = [rank for rank, _ in member.members]
-    most = min(rank[:2] for rank in ranks)
-    return *most, min(rank[2] for rank in ranks)
-
-
-def _work(record: dict[str, Any]) -> tuple[int, int]:
-    """The most tokens that the line's answer may have, and the length of its prompt: what it may take, for ordering."""
+def _most_tokens(record: dict[str, Any]) -> int:
+    """The most tokens that the line's answer may have, as far as the line itself says."""
     body = record.get("body")
     fields = body if isinstance(body, dict) else record
     tokens = fields.get("max_completion_tokens", fields.get("max_tokens"))
-    if not isinstance(tokens, int) or tokens < 0:
-        tokens = UNBOUNDED
-    return tokens, _chars(_parts(record))
+    return tokens if isinstance(tokens, int) and tokens >= 0 else UNBOUNDED
 
 
 def prompt_parts(line: Line | BadLine) -> Parts:
@@ -246,5 +244,7 @@ def _common(mine: Sequence[Any], theirs: Sequence[Any]) -> int:
     return low
 
 
-def _chars(parts: Parts) -> int:
-    return sum(map(len, parts[1:])) * (ID_CHARS if parts[:1] == ("ids",) else 1)
+def _num_chars(parts: Parts) -> int:
+    if len(parts) == 2:
+        return len(parts[1]) * (ID_CHARS if parts[0] == "ids" else 1)
+    return sum(map(len, parts[1:]))
