@@ -15,7 +15,7 @@ CACHE_DTYPES = (*DTYPES, "fp8", "fp8-layer", "int4")
 QUANTIZATIONS = ("auto", "none", "fp8")
 OVERLAPS = ("auto", "none", "shared", "halves")
 RESUMES = ("auto", "require", "never", "force", "true", "false")
-DISPATCHERS = ("auto", "local", "all_to_all", "all_gather", "one_sided")
+DISPATCHERS = ("auto", "local", "all_to_all", "all_gather", "one_sided", "deep_ep")
 
 
 class Range(NamedTuple):
@@ -125,6 +125,11 @@ def _check_cache(config: Config) -> None:
     _number("cache.num_blocks", cache.num_blocks, 1)
     _number("cache.memory_fraction", cache.memory_fraction, 0, 1, low_open=True)
     _number("cache.cpu_gb", cache.cpu_gb, 0, low_open=True)
+    if config.parallel.dispatcher == "deep_ep" and config.parallel.combine == "exact":
+        raise ValueError(
+            "parallel.dispatcher=deep_ep sums rows on their way, which parallel.combine=exact rules out; give "
+            "parallel.combine=fast, or another dispatcher."
+        )
     _number("parallel.row_cap", config.parallel.row_cap, 1)
     _number("parallel.timeout_s", config.parallel.timeout_s, 0, low_open=True)
     _number("parallel.overlap_rows", config.parallel.overlap_rows, 2)

@@ -87,7 +87,9 @@ class CacheConfig(Section):
 class ParallelConfig(Section):
     """Experts over the ranks that torchrun starts. With one rank nothing here has an effect."""
 
-    dispatcher: str = key("auto", "how rows travel: auto, local (one rank), all_to_all, all_gather or one_sided (GPUs)")
+    dispatcher: str = key(
+        "auto", "how rows travel: auto, local (one rank), all_to_all, all_gather; on GPUs also one_sided, deep_ep"
+    )
     combine: str = key("exact", "exact: the same bits whatever the number of ranks; fast: fewer bytes, other bits")
     row_cap: int | None = key(None, "most rows of a buffer in one round; null: 2 x engine.max_batched_tokens x top_k")
     overlap: str = key("auto", "auto, none, shared (experts, while rows travel: GPU) or halves (of a step, in turns)")

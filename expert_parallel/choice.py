@@ -31,6 +31,8 @@ import torch
 
 from expert_parallel.all_gather import AllGatherDispatcher
 from expert_parallel.all_to_all import AllToAllDispatcher
+from expert_parallel.deep_ep import DeepEPDispatcher
+from expert_parallel.deep_ep_buffer import deep_ep_problem
 from expert_parallel.dispatcher import Dispatcher, LocalDispatcher
 from expert_parallel.group import ExpertGroup
 from expert_parallel.one_sided import OneSidedDispatcher
@@ -39,8 +41,8 @@ from expert_parallel.placement import Placement
 from expert_parallel.replicas import ReplicaTable, most_replicas
 from expert_parallel.rounds import Combine
 
-DISPATCHERS = ("auto", "local", "all_to_all", "all_gather", "one_sided")
-GPU_DISPATCHERS = ("one_sided",)
+DISPATCHERS = ("auto", "local", "all_to_all", "all_gather", "one_sided", "deep_ep")
+GPU_DISPATCHERS = ("one_sided", "deep_ep")
 
 
 class Choice(NamedTuple):
@@ -86,9 +88,15 @@ class Dispatchers(NamedTuple):
         return (self.prefill,) if self.prefill is self.decode else tuple(self)
 
 
-def dispatcher_problems(group: ExpertGroup, device: torch.device) -> dict[str, str]:
-    """Why a dispatcher cannot be used by these ranks, for those that cannot. All ranks call it together."""
+def dispatcher_problems(group: ExpertGroup, device: torch.device, *, deep_ep: bool = False) -> dict[str, str]:
+    """Why a dispatcher cannot be used by these ranks, for those that cannot. All ranks call it together.
+
+    `deep_ep`: that one is looked at too, which loads its package.
+    """
     found = {"one_sided": peer_problem(group, device)}
+    if deep_ep:
+        of_ranks: list[str | None] = group.gather_objects(deep_ep_problem(device, num_ranks=group.size))
+        found["deep_ep"] = next((problem for problem in of_ranks if problem is not None), None)
     return {name: problem for name, problem in found.items() if problem is not None}
 
 
@@ -104,7 +112,7 @@ def choose(
     if asked == "local" and num_ranks > 1:
         raise ValueError(
             f"parallel.dispatcher=local, but {num_ranks} ranks share the experts and rows must travel; give auto, "
-            "all_to_all, all_gather or one_sided, or start one rank."
+            "all_to_all, all_gather, one_sided or deep_ep, or start one rank."
         )
     if num_ranks == 1:
         why = "one rank holds every expert" + (
@@ -158,6 +166,7 @@ def make_dispatchers(
         "all_to_all": AllToAllDispatcher,
         "all_gather": AllGatherDispatcher,
         "one_sided": partial(OneSidedDispatcher, timeout_s=timeout_s),
+        "deep_ep": DeepEPDispatcher,
     }
     made = {
         name: kind(
@@ -173,4 +182,5 @@ def make_dispatchers(
         for name, kind in kinds.items()
         if name in choice
     }
-    return Dispatchers(made[choice.prefill], made[choice.decode])
+    decode = made[choice.decode]
+    return Dispatchers(made[choice.prefill], decode.for_decode() if isinstance(decode, DeepEPDispatcher) else decode)

@@ -95,6 +95,11 @@ class DeepEPDispatcher(GroupDispatcher):
         """All ranks together, after the last combine. Where ranks just end, the memory goes with them."""
         self.shared.close()
 
+    @property
+    def held_bytes(self) -> int:
+        """Of DeepEP's buffer, once it is made."""
+        return self.shared.held_bytes
+
     def buffer_bytes(self, num_tokens: int, width: int, dtype: torch.dtype) -> int:
         """DeepEP's buffer, the most rows that come here, and their sums; each rank brings up to `num_tokens` rows."""
         taken = self._num_taken(num_tokens)

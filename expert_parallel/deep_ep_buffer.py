@@ -110,6 +110,10 @@ class SharedBuffer:
     def num_experts(self) -> int:
         return self.group.size * self.slots
 
+    @property
+    def held_bytes(self) -> int:
+        return 0 if self._made is None else self.num_bytes(self._width)
+
     def check_rows(self, width: int, dtype: torch.dtype, *, fp8_rows: bool) -> None:
         """ValueError where DeepEP cannot move such rows."""
         _refuse(_rows_problem(width, dtype, fp8_rows))

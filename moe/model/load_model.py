@@ -126,7 +126,8 @@ def _layout(spread: Spread, config: ModelConfig, device: torch.device) -> Expert
     placement = next(iter(placements.values()))  # as many slots in every layer
     if group.size == 1:
         return ExpertLayout.local(placements, group.rank, device)
-    choice = choose(parallel.dispatcher, group.size, device, dispatcher_problems(group, device))
+    problems = dispatcher_problems(group, device, deep_ep=parallel.dispatcher == "deep_ep")
+    choice = choose(parallel.dispatcher, group.size, device, problems)
     row_cap = automatic_row_cap(parallel.row_cap, group.size, top_k, spread.max_rows)
     dispatchers = make_dispatchers(
         choice,
