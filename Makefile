@@ -7,7 +7,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint types unit interpret gpu-test wheel clean install
+.PHONY: help demo test lint types unit interpret gpu-test chaos wheel clean install
 
 VENV ?= .venv
 GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
@@ -36,6 +36,7 @@ help:
 	@echo "make unit      the tests that need neither a GPU nor Triton's interpreter"
 	@echo "make interpret the kernels in Triton's interpreter"
 	@echo "make gpu-test  the tests that need an NVIDIA GPU"
+	@echo "make chaos     jobs that are killed, torn and refused space at random; minutes"
 	@echo "make wheel     build the wheel into dist/"
 	@echo "make clean     remove build products and the environment"
 	@echo "PYTHON=...     use this prepared interpreter and install nothing;  VENV=...  where to make the environment"
@@ -69,6 +70,10 @@ interpret: $(READY)
 # One process: tests of large tensors would not fit the card beside each other.
 gpu-test: $(READY)
 	$(PY) -m pytest -q -m "gpu and not multi_gpu and not chaos"
+
+# What is killed here is started again many times; the tests of `make test` do the same a few times.
+chaos: $(READY)
+	$(PY) -m pytest -q -m "chaos and not gpu and not multi_gpu"
 
 test: lint types unit $(if $(GPU),gpu-test) interpret
 

@@ -33,7 +33,7 @@ def test_lines_in_give_the_lines_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(generate, "set_up_logging", lambda console: None)
+    monkeypatch.setattr(generate, "set_up_logging", lambda console, **_: None)
     (tmp_path / "in.jsonl").write_text(block("json") + '{"id": "e", "promt": "And it"}\n')
     words = ["input=in.jsonl", "output=out.jsonl", "engine.device=cpu", "cache.num_blocks=64", "sampling.max_tokens=8"]
     assert generate.main(words) == generate.SOME_FAILED

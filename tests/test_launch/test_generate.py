@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,8 +13,9 @@ from typing import Any
 
 import pytest
 
-from launch import generate
-from moe.batch import job
+from launch import generate, job_run
+from moe.batch import sources
+from moe.engine.engine import Engine
 from moe.version import __version__
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -24,7 +26,7 @@ FAST = ("engine.device=cpu", "cache.num_blocks=64", "sampling.max_tokens=4")
 def in_own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Runs happen in a folder of their own, and leave this process's loggers alone."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(generate, "set_up_logging", lambda console: None)
+    monkeypatch.setattr(generate, "set_up_logging", lambda console, **_: None)
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     yield
@@ -43,7 +45,7 @@ def test_the_demo_alone_answers_its_prompts(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     prompts = write("short.jsonl", *({"prompt": text, "max_tokens": 4} for text in ("And it", "Blessed", "Thus")))
-    monkeypatch.setattr(job, "DEMO_PROMPTS", Path(prompts).absolute())
+    monkeypatch.setattr(sources, "DEMO_PROMPTS", Path(prompts).absolute())
     assert generate.main([*FAST]) == generate.OK
     records = read("demo.answers.jsonl")
     assert [record["line"] for record in records] == [1, 2, 3]
@@ -54,6 +56,7 @@ def test_the_demo_alone_answers_its_prompts(
     assert len(read("demo.answers.jsonl")) == 1
     assert sorted(path.name for path in Path().iterdir()) == [
         "demo.answers.jsonl",
+        "demo.answers.jsonl.job.json",
         "short.jsonl",
     ]  # no run folder, nothing else
 
@@ -69,7 +72,7 @@ def test_a_job_of_all_forms_with_a_report(capsys: pytest.CaptureFixture[str]) ->
         {"id": "e", "prompt": "word " * 3000},
         {"custom_id": "f", "method": "POST", "url": "/v1/chat/completions", "body": {"max_tokens": 3, **chat}},
     )
-    code = generate.main([f"input={source}", "output=out.jsonl", "job.report=report.json", *FAST])
+    code = generate.main([f"input={source}", "output=out.jsonl", "job.report=report", *FAST])
     assert code == generate.SOME_FAILED
     records = read("out.jsonl")
     assert records[0]["completion_tokens"] == 5 and len(records[0]["token_ids"]) == 5
@@ -78,9 +81,13 @@ def test_a_job_of_all_forms_with_a_report(capsys: pytest.CaptureFixture[str]) ->
     assert records[3]["error"]["type"] == "invalid_line"
     assert records[4]["error"]["type"] == "request_failed" and "engine.max_model_len" in records[4]["error"]["message"]
     assert records[5]["response"]["body"]["usage"]["completion_tokens"] <= 3
-    report = json.loads(Path("report.json").read_text("utf-8"))
+    report = json.loads(Path("report/metrics.json").read_text("utf-8"))
     assert (report["lines"], report["answered"], report["failed"]) == (6, 4, 2)
     assert report["version"] == __version__ and report["expert_balance"] > 0 and report["ttft_p95"] > 0
+    assert report["outcome"] == "some failed" and {entry["kind"] for entry in report["errors"]} == {
+        "invalid_line",
+        "request_failed",
+    }
     assert (
         report["output_tokens"]
         == sum(len(sample["token_ids"]) for record in records[:3] for sample in record.get("outputs", [record]))
@@ -88,13 +95,13 @@ def test_a_job_of_all_forms_with_a_report(capsys: pytest.CaptureFixture[str]) ->
     )
 
 
-def test_answers_do_not_depend_on_window_or_neighbours() -> None:
+def test_answers_do_not_depend_on_order_or_neighbours() -> None:
     lines = [
         {"id": i, "prompt": f"And {word} said", "temperature": 0.8} for i, word in enumerate(["he", "she", "Moses"])
     ]
     together, alone = write("all.jsonl", *lines), write("one.jsonl", lines[2])
     assert generate.main([f"input={together}", "output=all.out", *FAST]) == generate.OK
-    assert generate.main([f"input={alone}", "output=one.out", "job.window=1", *FAST]) == generate.OK
+    assert generate.main([f"input={alone}", "output=one.out", "job.look_ahead=1", *FAST]) == generate.OK
     assert (
         read("all.out")[2]["token_ids"] == read("one.out")[0]["token_ids"]
     )  # the line number differs, the id does not
@@ -109,7 +116,7 @@ def test_answers_do_not_depend_on_window_or_neighbours() -> None:
         (["input=missing.jsonl"], "error: input=missing.jsonl does not exist"),
         (["output=no/such/out.jsonl"], "make the folder no/such first"),
         (["output=old.jsonl"], "output=old.jsonl exists"),
-        (["job.report=no/such.json"], "job.report=no/such.json cannot be written"),
+        (["job.report=no/such/report"], "job.report=no/such/report cannot be made"),
         (["model=no-such-folder/x/y"], "no-such-folder"),
         (["engine.max_model_len=100000"], "engine.max_model_len=100000 exceeds this checkpoint's"),
     ],
@@ -126,10 +133,10 @@ def test_wrong_usage_is_code_2_and_one_message(
 
 
 def test_strict_and_dry_run_load_no_model(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def no_engine(*args: object) -> None:
+    def no_engine(*args: object, **kwargs: object) -> None:
         raise AssertionError("a model was loaded")
 
-    monkeypatch.setattr(generate, "Engine", no_engine)
+    monkeypatch.setattr(job_run, "Engine", no_engine)
     bad, good = write("bad.jsonl", {"prompt": "x"}, {"prompt": 5}), write("good.jsonl", {"prompt": "x"})
     assert generate.main([f"input={bad}", "job.strict=true"]) == generate.USAGE
     assert "bad.jsonl:2: prompt=5 must be a text." in capsys.readouterr().err
@@ -137,19 +144,105 @@ def test_strict_and_dry_run_load_no_model(monkeypatch: pytest.MonkeyPatch, capsy
     assert generate.main([f"input={good}", "job.dry_run=true", "job.strict=true"]) == generate.OK
     assert "1 lines read, 0 of them cannot be run" in capsys.readouterr().out
     assert sorted(path.name for path in Path().iterdir()) == ["bad.jsonl", "good.jsonl"]
-    with pytest.raises(AssertionError, match="a model was loaded"):
-        generate.main([f"input={good}", "job.strict=true"])
+    assert generate.main([f"input={good}", "job.strict=true"]) == generate.FAULT
+    assert "error: a model was loaded" in capsys.readouterr().err
 
 
-def test_a_fault_is_code_1_and_keeps_the_records(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_a_fault_is_code_1_and_the_same_command_goes_on(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level("INFO")
+
     def fail(self: object, *args: object) -> None:
         raise RuntimeError("the device is gone")
 
-    monkeypatch.setattr(generate.Job, "run", fail)
-    assert generate.main(list(FAST)) == generate.FAULT
-    assert "error: the device is gone\n0 records are whole in demo.answers.jsonl" in capsys.readouterr().err
+    step, steps = Engine.step, []
+
+    def third_fails(self: Engine) -> Any:
+        steps.append(1)
+        return fail(self) if len(steps) == 3 else step(self)
+
+    source = write("in.jsonl", {"prompt": "And", "max_tokens": 1}, {"prompt": "Thus", "max_tokens": 9})
+    monkeypatch.setattr(Engine, "step", third_fails)
+    assert generate.main([f"input={source}", "output=out.jsonl", *FAST]) == generate.FAULT
+    shown = capsys.readouterr().err
+    assert "error: the device is gone\n1 records are whole in" in shown
+    assert "out.jsonl.journal-*; the same command goes on from there" in shown
+    assert generate.main([f"input={source}", "output=out.jsonl", *FAST]) == generate.OK
+    assert len(read("out.jsonl")) == 2 and "going on after an unfinished run: 1 records" in caplog.text
+    assert generate.main([f"input={source}", "output=out.jsonl", *FAST]) == generate.OK
+    assert "nothing to do: out.jsonl is complete, 2 lines, 0 of them with an error record" in capsys.readouterr().out
+    assert generate.main([f"input={source}", "output=out.jsonl", "sampling.seed=1", *FAST]) == generate.USAGE
+    assert "made with other settings: sampling.seed=0 there, 1 now" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("number", "name"), [(signal.SIGINT, "SIGINT"), (signal.SIGTERM, "SIGTERM")])
+def test_a_signal_stops_after_the_running_step_and_says_how_to_go_on(
+    number: int, name: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    step, steps = Engine.step, []
+
+    def with_signal(self: Engine) -> Any:
+        steps.append(1)
+        if len(steps) == 3:
+            os.kill(os.getpid(), number)
+        return step(self)
+
+    source = write("in.jsonl", {"prompt": "And", "max_tokens": 1}, {"prompt": "Thus", "max_tokens": 9})
+    before = signal.getsignal(number)
+    monkeypatch.setattr(Engine, "step", with_signal)
+    words = [f"input={source}", "output=out.jsonl", "job.report=report", *FAST]
+    assert generate.main(words) == 128 + number
+    shown = capfd.readouterr().err
+    assert f"{name}: stopping after the running step; a second one ends at once" in shown
+    assert f"stopped by {name}\n1 records are whole in" in shown and "the same command goes on from there" in shown
+    assert len(steps) == 3 and signal.getsignal(number) == before and not Path("out.jsonl").exists()
+    assert json.loads(Path("report/metrics.json").read_text("utf-8"))["outcome"] == "stopped"
+    assert generate.main(words) == generate.OK and len(read("out.jsonl")) == 2
+
+
+def test_a_signal_before_the_first_line_leaves_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def loading(*args: object, **kwargs: object) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(job_run, "Engine", loading)
+    source = write("in.jsonl", {"prompt": "And"})
+    assert generate.main([f"input={source}", "output=out.jsonl", *FAST]) == 128 + signal.SIGTERM
+    shown = capsys.readouterr().err
+    assert "SIGTERM" in shown and "Traceback" not in shown and "goes on" not in shown
+    assert [path.name for path in Path().iterdir()] == ["in.jsonl"]
+
+
+def test_too_many_errors_are_a_failed_job(capsys: pytest.CaptureFixture[str]) -> None:
+    source = write("in.jsonl", *({"prompt": 5} for _ in range(5)))
+    words = [f"input={source}", "output=out.jsonl", *FAST]
+    assert generate.main([*words, "job.max_errors=2"]) == generate.FAULT
+    shown = capsys.readouterr().err
+    assert "lines failed, more than job.max_errors=2; raise it, or mend what fails" in shown and "goes on" in shown
+    assert generate.main(words) == generate.SOME_FAILED and len(read("out.jsonl")) == 5
+
+
+def test_c37_an_output_that_cannot_be_written_is_told_before_the_model_loads(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def no_engine(*args: object, **kwargs: object) -> None:
+        raise AssertionError("a model was loaded")
+
+    monkeypatch.setattr(job_run, "Engine", no_engine)
+    monkeypatch.setattr(
+        os, "open", lambda *args, **kwargs: (_ for _ in ()).throw(PermissionError(13, "Permission denied"))
+    )
+    source = write("in.jsonl", {"prompt": "And"})
+    for output, words in (
+        ("out.jsonl", "output=out.jsonl cannot be written: Permission denied"),
+        ("/dev/full", "output=/dev/full is a pipe or a device"),
+        (".", "output=. is a folder"),
+    ):
+        assert generate.main([f"input={source}", f"output={output}", *FAST]) == generate.USAGE
+        assert words in capsys.readouterr().err
+    assert [path.name for path in Path().iterdir()] == ["in.jsonl"]
 
 
 def test_help_and_cfg(capsys: pytest.CaptureFixture[str]) -> None:
@@ -157,7 +250,7 @@ def test_help_and_cfg(capsys: pytest.CaptureFixture[str]) -> None:
     assert "sampling.temperature=null" in capsys.readouterr().out
     assert generate.main(["--cfg", "job", "preset=greedy", "sampling.max_tokens=7"]) == generate.OK
     shown = capsys.readouterr().out
-    assert "max_tokens: 7" in shown and "temperature: 0.0" in shown and "window: 1024" in shown
+    assert "max_tokens: 7" in shown and "temperature: 0.0" in shown and "look_ahead: 8192" in shown
 
 
 def test_torchrun_with_one_rank() -> None:

@@ -49,7 +49,7 @@ def generate_on(rank: int, num_ranks: int, port: int, folder: Path, runs: list[l
 
 def test_ranks_write_the_bytes_of_one_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(generate, "set_up_logging", lambda console: None)
+    monkeypatch.setattr(generate, "set_up_logging", lambda console, **_: None)
     chat = {"messages": [{"role": "user", "content": "Read Psalms 23:1"}]}
     many = [
         {"id": f"p{i}", "prompt": "And it came to pass " * (i % 5), "max_tokens": 1 + 7 * i % 23} for i in range(1, 22)
