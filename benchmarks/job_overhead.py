@@ -179,8 +179,9 @@ def run_job(source: Path, output: Path, options: Mapping[str, Any]) -> dict[str,
     settled = memory[len(memory) // 5]
     return {
         "seconds": seconds,
-        "wall": wall,
         "output_seconds": seconds - answered,
+        "wall": wall,
+        "yardstick": yardstick,
         "settled_mib": settled,
         "end_mib": memory[-1],
         "peak_mib": peak,

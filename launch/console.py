@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.logging import RichHandler
 from rich.progress import BarColumn, TaskProgressColumn, TextColumn
 from rich.progress import Progress as Bar
-from rich.table import Table
+from rich.table import Column, Table
 
 from moe.batch.report import JobReport, Progress
 
@@ -68,7 +68,8 @@ class ProgressView:
         self._every_s = LIVE_EVERY_S if live else PLAIN_EVERY_S
         self._bar = None
         if live:
-            self._bar = Bar(BarColumn(), TaskProgressColumn(), TextColumn("{task.description}"), console=console)
+            words = TextColumn("{task.description}", table_column=Column(ratio=1, no_wrap=False))
+            self._bar = Bar(BarColumn(bar_width=20), TaskProgressColumn(), words, console=console, expand=True)
             self._task = self._bar.add_task("starting", total=None)
         self._shown_at = time.monotonic()
         self._shown_tokens = 0

@@ -203,7 +203,7 @@ def derive_seed(seed: int, *parts: str | int) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little") >> 1
 
 
-def _check_int(name: str, value: object, allowed: Range) -> None:
+def _check_int(name: str, value: Any, allowed: Range) -> None:
     """None passes; True is no number."""
     if value is None:
         return
@@ -216,7 +216,7 @@ def _check_int(name: str, value: object, allowed: Range) -> None:
     raise ValueError(f"{name}={_shown(value)} is out of range; give a whole number {words}.")
 
 
-def _check_float(name: str, value: object, allowed: Range) -> None:
+def _check_float(name: str, value: Any, allowed: Range) -> None:
     if value is None:
         return
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
