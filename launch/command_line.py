@@ -29,7 +29,7 @@ from launch.overrides import PRESET, check_argument, check_name, check_value, fl
 PATH_KEYS = ("model", "tokenizer", "input", "output")
 JOB_PATH_KEYS = ("report", "chat_template")
 FLAGS = (
-    ("--input PATH", "input, as typed: no character has a meaning of its own"),
+    ("--input PATH", "input, as typed: no character has a meaning of its own; again: one more in job.more_input"),
     ("--output PATH", "output, the same way"),
     ("--model NAME", "model, the same way"),
     ("--stop TEXT", "one more text in sampling.stop; may be repeated"),
@@ -70,13 +70,15 @@ def parse(argv: Sequence[str]) -> CommandLine:
     parser.add_argument("-h", "--help", action="store_true")
     parser.add_argument("--cfg", choices=["job"])
     parser.add_argument("--config", type=Path)
-    for flag in ("--input", "--output", "--model"):
+    for flag in ("--output", "--model"):
         parser.add_argument(flag)
+    parser.add_argument("--input", action="append", default=[])
     parser.add_argument("--stop", action="append", default=[])
     parser.add_argument("--set", action="append", default=[])
     parser.add_argument("arguments", nargs="*")
     words = parser.parse_intermixed_args(list(argv))
-    raw = [(name, getattr(words, name)) for name in ("input", "output", "model") if getattr(words, name) is not None]
+    raw = [(name, getattr(words, name)) for name in ("output", "model") if getattr(words, name) is not None]
+    raw += [("job.more_input" if index else "input", path) for index, path in enumerate(words.input)]
     raw += [("sampling.stop", text) for text in words.stop]
     for item in words.set:
         name, equals, text = item.partition("=")
@@ -186,4 +188,5 @@ def _to_config(composed: DictConfig) -> Config:
         # A chat template may be the template's own text, which no "~" begins.
         if (value := getattr(config.job, name)) is not None:
             setattr(config.job, name, os.path.expanduser(value))
+    config.job.more_input = [os.path.expanduser(name) for name in config.job.more_input]
     return freeze(config)

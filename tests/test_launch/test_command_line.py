@@ -149,6 +149,14 @@ def test_flags_bypass_every_grammar() -> None:
     assert "did you mean 'sampling.n'?" in refused("--set", "samplng.n=1")
 
 
+def test_input_again_is_one_more_file() -> None:
+    config = composed("--input", "/d/a=b", "--input", "~/c,d", "--input", "e[1]*.gz")
+    assert config.input == "/d/a=b" and config.job.more_input == [str(Path("~/c,d").expanduser()), "e[1]*.gz"]
+    assert composed("job.more_input=[a.jsonl,'b c/*.gz']", "input=x").job.more_input == ["a.jsonl", "b c/*.gz"]
+    assert composed("job.columns=[prompt:question,id]").job.columns == ["prompt:question", "id"]
+    assert composed("--input", "-").input == "-" and composed("input=a?/*.jsonl").input == "a?/*.jsonl"
+
+
 def test_home_is_filled_in() -> None:
     assert composed("--input", "~/in.jsonl", "--model", "~/m").model == str(Path.home() / "m")
 
