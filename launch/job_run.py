@@ -43,7 +43,7 @@ class RankEnd:
     """What one rank did of a job."""
 
     stats: EngineStats
-    lines_read: int
+    lines_done: int
     errors: ErrorLog
     seconds: float
     stopped: int
@@ -95,10 +95,10 @@ class JobRun:
         if not stopped and self._crew.rank == 0:
             failed = put_together(self._files.run, fingerprint, ledger)
             if len(ends) > 1:
-                logger.info("lines of each rank: %s", ", ".join(str(each.lines_read) for each in ends))
+                logger.info("lines of each rank: %s", ", ".join(str(each.lines_done) for each in ends))
         self._crew.wait_for_first()
-        num_read = sum(each.lines_read for each in ends)
-        return JobEnd(self._report(ends, ledger.num_done + num_read if stopped else ledger.seen, failed), stopped)
+        num_done = ledger.num_done + sum(each.lines_done for each in ends)
+        return JobEnd(self._report(ends, num_done if stopped else ledger.seen, failed), stopped)
 
     def _begin(self, *, restarted: bool) -> dict[str, str]:
         """Look at what is there, on the first rank alone; the others hear of it."""
@@ -145,7 +145,7 @@ class JobRun:
             finally:
                 engine.close()
         device = device_name(engine.parts.device)
-        return RankEnd(stats, job.lines_read, self._monitor.errors, job.seconds, job.stopped, device)
+        return RankEnd(stats, job.lines_written, self._monitor.errors, job.seconds, job.stopped, device)
 
     def _run_job(
         self, job: Job, engine: Engine, lines: Iterator[Line | BadLine], journal: JournalWriter, console: Console

@@ -34,7 +34,7 @@ def check_restarts(folder: Path, kills: int, num_lines: int, launcher: list[str]
     (folder / "in.jsonl").write_bytes(jsonl(*lines))
     words = ["input=in.jsonl", "engine.device=cpu", "cache.num_blocks=64", "cache.prefix_caching=false"]
     words += ["engine.max_num_seqs=3", "sampling.temperature=0.8", "parallel.timeout_s=120"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
     def run(*command: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run([sys.executable, *command], cwd=folder, env=environment, capture_output=True, text=True)
