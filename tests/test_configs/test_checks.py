@@ -77,10 +77,19 @@ def test_defaults_pass() -> None:
         ({"cache__block_size": 512}, "cache.block_size=512 is out of range; give a value from 1 to 256."),
         ({"cache__block_size": 24}, "cache.block_size=24 is no power of two"),
         ({"cache__memory_fraction": 1.5}, "cache.memory_fraction=1.5 is out of range; give a value above 0 to 1."),
-        ({"cache__dtype": "fp4"}, "cache.dtype='fp4' is unknown"),
+        ({"cache__dtype": "fp4"}, "cache.dtype='fp4' is unknown; give auto or bfloat16 or float16 or float32 or fp8 or"),
+        ({"cache__scales": "s.json"}, "cache.scales=s.json has no effect with cache.dtype=auto; use cache.dtype=fp8-layer"),
+        ({"cache__dtype": "fp8", "cache__scales": "s.json"}, "has no effect with cache.dtype=fp8;"),
+        ({"cache__dtype": "fp8-layer", "cache__scales": ""}, "cache.scales='' is empty; leave the key out"),
         (
             {"parallel__dispatcher": "deepep"},
-            "parallel.dispatcher='deepep' is unknown; give auto or local or all_to_all or all_gather.",
+            "parallel.dispatcher='deepep' is unknown; give auto or local or all_to_all or all_gather or one_sided or "
+            "deep_ep.",
+        ),
+        (
+            {"parallel__dispatcher": "deep_ep"},
+            "parallel.dispatcher=deep_ep sums rows on their way, which parallel.combine=exact rules out; give "
+            "parallel.combine=fast, or another dispatcher.",
         ),
         ({"parallel__combine": "quick"}, "parallel.combine='quick' is unknown; give exact or fast."),
         ({"job__shards": 0}, "job.shards=0 is out of range"),

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 
-from expert_parallel.choice import Dispatchers, automatic_row_cap, choose
+from expert_parallel.all_gather import AllGatherDispatcher
+from expert_parallel.choice import Dispatchers, automatic_row_cap, choose, dispatcher_problems, make_dispatchers
+from expert_parallel.deep_ep import DeepEPDecodeDispatcher
+from expert_parallel.group import ExpertGroup
 from expert_parallel.placement import Placement
+from tests import fake_deep_ep
+from tests.ranks import run_ranks, world
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
@@ -21,6 +28,7 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda")
         ("auto", 4, GPU, "all_to_all", "one_sided"),
         ("one_sided", 2, GPU, "one_sided", "one_sided"),
         ("one_sided", 1, CPU, "local", "local"),
+        ("deep_ep", 2, GPU, "deep_ep", "deep_ep"),
         ("all_gather", 2, CPU, "all_gather", "all_gather"),
         ("all_to_all", 2, GPU, "all_to_all", "all_to_all"),
     ],
@@ -43,6 +51,10 @@ def test_without_peer_access_decode_goes_by_collectives() -> None:
 def test_what_cannot_work_is_refused() -> None:
     with pytest.raises(ValueError, match=r"one_sided cannot be used here: its kernels need GPUs, .* run on cpu"):
         choose("one_sided", 2, CPU)
+    with pytest.raises(ValueError, match=r"deep_ep cannot be used here: its kernels need GPUs, .* run on cpu"):
+        choose("deep_ep", 2, CPU)
+    with pytest.raises(ValueError, match=r"deep_ep cannot be used here: no package; give auto, all_to_all or all_gath"):
+        choose("deep_ep", 2, GPU, {"deep_ep": "no package"})
     with pytest.raises(ValueError, match=r"parallel.dispatcher=local, but 2 ranks share the experts"):
         choose("local", 2, CPU)
     with pytest.raises(ValueError, match=r"parallel.dispatcher='deepep' is unknown"):
@@ -59,3 +71,25 @@ def test_one_rank_has_no_buffers() -> None:
     dispatchers = Dispatchers.local(Placement.contiguous(4, 1), 0, "cpu")
     assert dispatchers.prefill is dispatchers.decode
     assert dispatchers.buffer_bytes(100, 64, torch.float32) == 0
+
+
+def problems_of(rank: int, num_ranks: int) -> tuple[dict[str, str], dict[str, str]]:
+    group = world(rank, num_ranks)
+    return dispatcher_problems(group, CPU), dispatcher_problems(group, CPU, deep_ep=True)
+
+
+def test_problems_are_the_same_on_all_ranks() -> None:
+    first, second = run_ranks(problems_of, 2)
+    assert first == second
+    assert list(first[0]) == ["one_sided"] and list(first[1]) == ["one_sided", "deep_ep"]
+    assert "these are on cpu" in first[1]["deep_ep"]
+
+
+def test_decode_of_deep_ep_has_a_dispatcher_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over the same buffer; elsewhere one dispatcher serves both."""
+    monkeypatch.setitem(sys.modules, "deep_ep", fake_deep_ep)
+    group, placement = ExpertGroup(0, 2, None), Placement.contiguous(4, 2)  # pyright: ignore
+    for name, decode_kind in (("deep_ep", DeepEPDecodeDispatcher), ("all_gather", AllGatherDispatcher)):
+        choice = choose(name, 2, GPU)
+        made = make_dispatchers(choice, group, placement, top_k=2, combine="fast", row_cap=None, device=CPU)
+        assert type(made.decode) is decode_kind and (made.decode is made.prefill) == (name == "all_gather")
