@@ -77,8 +77,8 @@ def test_defaults_pass() -> None:
         ({"cache__block_size": 512}, "cache.block_size=512 is out of range; give a value from 1 to 256."),
         ({"cache__block_size": 24}, "cache.block_size=24 is no power of two"),
         ({"cache__memory_fraction": 1.5}, "cache.memory_fraction=1.5 is out of range; give a value above 0 to 1."),
-        ({"cache__dtype": "fp4"}, "cache.dtype='fp4' is unknown; give auto or bfloat16 or float16 or float32 or fp8 or"),
-        ({"cache__scales": "s.json"}, "cache.scales=s.json has no effect with cache.dtype=auto; use cache.dtype=fp8-layer"),
+        ({"cache__dtype": "fp4"}, "cache.dtype='fp4' is unknown; give auto or bfloat16 or float16 or float32 or fp8"),
+        ({"cache__scales": "s"}, "cache.scales=s has no effect with cache.dtype=auto; use cache.dtype=fp8-layer"),
         ({"cache__dtype": "fp8", "cache__scales": "s.json"}, "has no effect with cache.dtype=fp8;"),
         ({"cache__dtype": "fp8-layer", "cache__scales": ""}, "cache.scales='' is empty; leave the key out"),
         (

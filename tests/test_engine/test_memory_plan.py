@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from moe.engine.measure import decode_step, measure_memory, prefill_step
 from moe.engine.memory_plan import GIB, DeviceMemory, MemoryPlan, plan_memory
 from moe.engine.parts import kv_layout, resolve_device, resolve_dtype, resolve_max_model_len
 from moe.engine.sampler import Sampler
-from moe.model.config import RopeConfig
+from moe.model.config import GQAConfig, RopeConfig
 from tests.test_engine.fake_network import FakeNetwork, fake_config, make_parts
 
 LAYOUT = KVLayout.gqa(32, 16, 8, 128, torch.bfloat16)  # 2 MiB a block
@@ -141,6 +142,8 @@ def test_an_fp8_cache_needs_a_gpu_that_has_fp8(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100")
     with pytest.raises(ValueError, match=r"cache\.dtype='fp8' needs .* 8\.9 or above, and NVIDIA A100 .*=auto"):
         kv_layout(fake_config(), 16, torch.bfloat16, "fp8", torch.device("cuda", 0))
+    wider = replace(fake_config(), attention=GQAConfig(num_heads=1, num_kv_heads=1, head_dim=2))
+    assert kv_layout(wider, 16, torch.bfloat16, "int4", torch.device("cuda", 0)).bytes_per_token == 2 * (1 + 8)
 
 
 @pytest.mark.parametrize("cuda_graphs", [True, False])

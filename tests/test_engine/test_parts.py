@@ -14,6 +14,7 @@ import torch
 
 from configs.schema import CacheConfig, Config, EngineConfig, JobConfig
 from expert_parallel.dispatcher import LocalDispatcher
+from kv_cache.layout import LayerScales
 from moe.engine import parts
 from moe.engine.engine import Engine
 from moe.model.families.registry import read_config
@@ -104,4 +105,10 @@ def test_C49_the_dtype_of_the_cache_is_part_of_every_blocks_key() -> None:
         dtype: Engine(Config(cache=CacheConfig(num_blocks=64, dtype=dtype)), parts=make_parts(None)).cache.root
         for dtype in ("auto", "float32", "fp8")
     }
-    assert roots["auto"] == roots["float32"] != roots["fp8"]
+    assert roots["auto"] == roots["float32"] and len(set(roots.values())) == 2
+    config = Config(cache=CacheConfig(num_blocks=64, dtype="fp8-layer"))
+    of_scales = {
+        Engine(config, parts=replace(make_parts(None), cache_scales=(LayerScales(scale, 0.04),))).cache.root
+        for scale in (0.04, 0.05)
+    }
+    assert len(of_scales) == 2 and not of_scales & set(roots.values())

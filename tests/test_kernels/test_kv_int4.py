@@ -155,7 +155,7 @@ def test_a_row_has_the_same_bits_alone_and_in_a_batch(device, dtype):
     [
         pytest.param(4, 2, 64, 64, id="whole-heads"),
         pytest.param(9, 3, 46, 24, id="half-of-an-odd-head-and-an-odd-block-of-heads"),
-        pytest.param(32, 4, 128, 128, id="qwen3"),
+        pytest.param(32, 4, 128, 128, id="qwen3", marks=pytest.mark.gpu),
     ],
 )
 @pytest.mark.parametrize("norms", [False, True], ids=["plain", "normed"])

@@ -304,6 +304,52 @@ def test_C49_a_scale_given_beforehand_is_used_and_saturates():
     assert float(scale) == pytest.approx(0.04)
 
 
+def assert_given(codes: Tensor, scale: float, plain: Tensor, *, rounded: bool) -> int:
+    """Codes under a given scale of rows that a plain cache holds as `plain`; returns how many are beyond it."""
+    written = ~plain.isnan().all(-1)
+    exactly = (plain[written].double() / scale).where(plain[written].isfinite(), torch.nan)
+    assert_same_bits(codes[written].float().isnan(), exactly.isnan())
+    wanted, ours = exactly.nan_to_num().clamp(-448, 448), codes[written].double().nan_to_num()
+    bound = wanted.abs() * 2**-4 + 2**-10 if rounded else wanted.abs() * 2**-10 + 2**-14
+    assert bool(((ours - wanted).abs() <= bound).all())
+    assert bool(codes[~written].isnan().all()), "slots that nobody wrote"
+    return int((plain[written].double().abs() / scale > 448).sum())
+
+
+def test_C49_the_stores_use_given_scales_cut_and_count(backend):
+    """Keys and values at scales that some entries pass, one of them infinite; latents and rotary keys likewise."""
+    rounded = backend.device == "cuda"
+    code = FP8 if rounded else torch.float16
+    args = head_operands(6, 9, 3, 48, 24, backend.dtype, backend.device, norms=True, interleaved=False)
+    args[2][2, 0, 0] = torch.inf
+    qk_rope_store.qk_rope_store_triton(*args)
+    saturated_1 = torch.zeros(1, dtype=torch.int64, device=backend.device)
+    codes = [torch.full_like(x, torch.nan, dtype=torch.float32).to(code) for x in args[5:7]]
+    given = [torch.tensor(x, device=backend.device).expand(args[5].shape[:3]) for x in (0.004, 0.002)]
+    qk_rope_store._launch(*args[:5], *codes, args[7], KVScales(*given, given=True, saturated_1=saturated_1))
+    beyond = [assert_given(x, s, plain, rounded=rounded) for x, s, plain in zip(codes, (0.004, 0.002), args[5:7])]
+    assert int(saturated_1) == sum(beyond) and all(beyond)
+
+    q_THC, latents = latent_operands(7, 3, 32, 12, backend.dtype, backend.device, interleaved=True)
+    latent_rope_store.latent_rope_store_triton(q_THC[..., -12:].clone(), *latents)
+    plain = latents[4]
+    codes_NPX = torch.full_like(plain, torch.nan, dtype=torch.float32).to(code)
+    scales_NP2 = torch.full((2,), 0.004, device=backend.device).expand(*plain.shape[:2], 2)
+    saturated_1.zero_()
+    latent_rope_store._launch(q_THC[..., -12:], *latents[:4], codes_NPX, latents[5], scales_NP2, True, saturated_1)
+    assert int(saturated_1) == assert_given(codes_NPX, 0.004, plain, rounded=rounded) > 0
+
+
+def test_C49_the_references_cut_and_count_too():
+    saturated_1 = torch.zeros(1, dtype=torch.int64)
+    x_TXC = torch.tensor([[[600.0, -600.0, 448.0, torch.inf]], [[500.0, 1.0, torch.nan, 3.0]]])
+    cache_NPXC = torch.zeros(1, 2, 1, 4).to(FP8)
+    one_NPX = torch.ones(()).expand(1, 2, 1)
+    store_rows_reference(x_TXC, cache_NPXC, one_NPX, torch.tensor([1, -1]), given=True, saturated_1=saturated_1)
+    assert int(saturated_1) == 3, "the infinity counts, a row without a slot does not"
+    assert cache_NPXC[0, 1, 0, :3].tolist() == [448.0, -448.0, 448.0] and bool(cache_NPXC[0, 1, 0, 3].isnan())
+
+
 @pytest.mark.gpu
 def test_a_scale_given_beforehand_on_the_gpu():
     args = head_operands(6, 4, 2, 64, 64, torch.bfloat16, "cuda", norms=True, interleaved=False)
