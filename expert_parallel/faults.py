@@ -4,7 +4,7 @@ Knows ranks, texts and a clock; knows nothing of what a rank does. A rank whose 
 (gloo) or nothing at all (NCCL): in both cases the store says which rank it was, and why.
 
 A rank that was killed tells nobody. torchrun ends those on the same node; for those on others, and for whoever waits
-for a device, each rank counts up a number of its own and watches that of the next one.
+for a device, each rank watches the next one's process (lifeline.py) and tells of its end.
 """
 
 from __future__ import annotations
@@ -17,16 +17,12 @@ import time
 from collections.abc import Callable
 
 from expert_parallel.group import Ranks
+from expert_parallel.lifeline import Lifeline
 
 _KEY = "fault"
 _POLL_S = 0.5
 _ECHO_S = 2.0
 """How long a rank whose collective broke waits for the reason."""
-
-SILENT_POLLS = 40
-"""A rank is given up when it shows no sign of life for so many of another's polls, which are half a second apart. Not
-by the clock: where all are stopped for a while, nobody is given up. Its sign comes from a thread, which one long call
-into C code may hold up."""
 
 
 def end_process(text: str, code: int = 1) -> None:
@@ -44,23 +40,17 @@ class FaultWatch:
     When one is told, this process has `patience_s` to end by itself (its collectives fail too); then `end` ends it.
     """
 
-    def __init__(
-        self,
-        ranks: Ranks,
-        *,
-        patience_s: float = 5.0,
-        silent_polls: int = SILENT_POLLS,
-        end: Callable[[str], None] = end_process,
-    ) -> None:
+    def __init__(self, ranks: Ranks, *, patience_s: float = 5.0, end: Callable[[str], None] = end_process) -> None:
         self.ranks = ranks
         # A connection of its own: in the other somebody may wait for a key. torch's stubs leave `clone` out.
         self.store = ranks.store.clone()  # pyright: ignore[reportAttributeAccessIssue]
         self.patience_s = patience_s
-        self.silent_polls = silent_polls
         self.end = end
-        values = ranks.values
-        self._next = (values.rank + 1) % values.world_size
-        self._signs, self._polls_since = -1, 0  # of the next rank
+        self._lifeline = Lifeline(ranks)
+        if self._lifeline.unwatched is not None:
+            ranks.say(
+                f"a kill is noticed late (parallel.timeout_s), for want of a connection to {self._lifeline.unwatched}"
+            )
         self._closed = threading.Event()
         self._heard: str | None = None  # outlives the store
         self._thread = threading.Thread(target=self._listen, name="fault-watch", daemon=True)
@@ -118,25 +108,24 @@ class FaultWatch:
                 self.store.set(f"{_KEY}/left/{self.ranks.values.rank}", "yes")
         self._closed.set()
         self._thread.join()
+        self._lifeline.close()
 
-    def _show_life(self) -> None:
-        """And tell it where the next rank shows none any more, though it has not left."""
-        alive, left = f"{_KEY}/alive", f"{_KEY}/left/{self._next}"
+    def _watch_next(self) -> None:
+        """Tell it where the next rank's process has ended, though it has not left."""
+        if not self._lifeline.next_has_ended():
+            return
+        next_rank = self._lifeline.next_rank
         try:
-            self.store.add(f"{alive}/{self.ranks.values.rank}", 1)
-            signs = self.store.add(f"{alive}/{self._next}", 0)
-            self._polls_since = self._polls_since + 1 if signs == self._signs else 0
-            self._signs = signs
-            if self._polls_since == self.silent_polls and not self.store.check([left]):
-                silent_s = self.silent_polls * _POLL_S
-                gone = f"rank {self._next}: no sign of life for {silent_s:g} s: it was killed, or it hangs"
-                self.store.compare_set(_KEY, "", gone)
+            if not self.store.check([f"{_KEY}/left/{next_rank}"]):
+                self.store.compare_set(
+                    _KEY, "", f"rank {next_rank}: its process has ended: it was killed, or its machine"
+                )
         except RuntimeError:
             pass  # the store is gone, which is told like any other fault
 
     def _listen(self) -> None:
         while not self._closed.wait(_POLL_S):
-            self._show_life()
+            self._watch_next()
             if (told := self.told()) is not None and not self._closed.wait(self.patience_s):
                 self._wait_until_heard()
                 self.end(f"rank {self.ranks.values.rank} is ended by a fault of another: {told}")

@@ -9,6 +9,7 @@ rank's number in its group (never its number in the job), the size, and the coll
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,9 @@ from torch import Tensor
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
+
+_BRING_UPS = itertools.count()
+"""Of this process; every rank of a job brings itself up as often. torchrun's store outlives all of them."""
 
 _POLL_S = 0.02
 """How often a rank asks whether the others are there."""
@@ -244,4 +248,4 @@ def _store(values: RankValues, timeout: timedelta) -> dist.Store:
             f"rank {values.rank} of {values.world_size} found nobody at {address} within "
             f"{timeout.total_seconds():g} s: is rank 0 running there, and is the port open?"
         ) from error
-    return dist.PrefixStore(f"ranks/attempt-{values.attempt}", store)
+    return dist.PrefixStore(f"ranks/attempt-{values.attempt}/{next(_BRING_UPS)}", store)

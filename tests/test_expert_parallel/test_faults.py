@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 
 import pytest
@@ -9,7 +11,7 @@ import torch
 
 from expert_parallel.faults import FaultWatch
 from expert_parallel.group import RankValues, bring_up
-from tests.ranks import run_ranks
+from tests.ranks import RanksFailed, run_ranks
 from tests.test_expert_parallel.test_group import free_port
 
 SLOW_S = 1.5
@@ -60,13 +62,14 @@ def test_who_is_gone_is_not_waited_for_beyond_the_patience() -> None:
 
 
 def vanish(rank: int, num_ranks: int, port: int) -> tuple[list[str], str | None]:
-    """What ends a rank, and what it is told, when the last one shows no sign of life, without a word."""
+    """What ends a rank, and what it is told, when the last one's process ends without a word."""
+    ended: list[str] = []
     values = RankValues(rank, num_ranks, rank, num_ranks, "127.0.0.1", port, agent_has_store=False)
     ranks = bring_up(values, torch.device("cpu"), 60.0, lambda text: None)
-    ended: list[str] = []
-    watch = FaultWatch(ranks, patience_s=0.1, silent_polls=4, end=ended.append)
+    watch = FaultWatch(ranks, patience_s=0.1, end=ended.append)
     if rank == num_ranks - 1:
-        watch._closed.set()  # as if it were killed: its thread stops, and it does not say that it leaves
+        watch._closed.set()
+        watch._lifeline.close()  # what the system does for a process that was killed
     while (told := watch.told()) is None:
         time.sleep(0.05)
     watch._thread.join()
@@ -76,21 +79,22 @@ def vanish(rank: int, num_ranks: int, port: int) -> tuple[list[str], str | None]
 
 
 def test_C10_a_rank_that_was_killed_is_missed_though_nobody_is_in_a_collective_with_it() -> None:
-    cause = "rank 2: no sign of life for 2 s: it was killed, or it hangs"
+    cause = "rank 2: its process has ended: it was killed, or its machine"
     *others, (ended, told) = run_ranks(vanish, 3, free_port(), joined=False)
     assert others == [([f"rank {rank} is ended by a fault of another: {cause}"], cause) for rank in (0, 1)]
     assert (ended, told) == ([], cause)
 
 
 def leave_early(rank: int, num_ranks: int, port: int) -> str | None:
-    """The first rank leaves, the other is there for longer than its silence may last."""
+    """Rank 1 leaves; the first, which watches it, sees its end and is there for some time yet."""
     values = RankValues(rank, num_ranks, rank, num_ranks, "127.0.0.1", port, agent_has_store=False)
-    watch = FaultWatch(bring_up(values, torch.device("cpu"), 60.0, lambda text: None), silent_polls=2)
+    watch = FaultWatch(bring_up(values, torch.device("cpu"), 60.0, lambda text: None))
     if rank == 1:
         watch.close()
     else:
-        while watch._polls_since < 4:  # of the other rank's silence
+        while not watch._lifeline.next_has_ended():
             time.sleep(0.05)
+        time.sleep(SLOW_S)  # a few looks of the thread that watches
     told = watch.told()
     watch.ranks.everyone.barrier()
     watch.close()
@@ -99,3 +103,19 @@ def leave_early(rank: int, num_ranks: int, port: int) -> str | None:
 
 def test_a_rank_that_has_left_is_not_missed() -> None:
     assert run_ranks(leave_early, 2, free_port(), joined=False) == [None, None]
+
+
+def be_killed(rank: int, num_ranks: int, port: int) -> str:
+    """The last words of the rank before one that is killed, for real."""
+    own = watch(rank, num_ranks, port)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    while not own._lifeline.next_has_ended():
+        time.sleep(0.05)
+    raise ArithmeticError("it has ended")
+
+
+def test_the_end_of_a_process_is_seen_by_the_rank_before_it() -> None:
+    with pytest.raises(RanksFailed, match="it has ended") as failed:
+        run_ranks(be_killed, 2, free_port(), joined=False)
+    assert "rank 1 of 2: ended with exit code -9" in str(failed.value)

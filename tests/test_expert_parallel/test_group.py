@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from expert_parallel.group import RankValues, backend_of, bring_up, meet, rank_device, split
-from tests.ranks import run_ranks, world
+from tests.ranks import RanksFailed, run_ranks, world
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -116,6 +117,26 @@ def test_C10_a_slow_rank_is_waited_for_by_name() -> None:
     said = run_ranks(come_late, 3, free_port(), joined=False)
     assert said[0] and said[0][0] == "loaded: waiting for ranks [1] since 0 s"
     assert len(said[0]) <= 3 and not said[1] and not said[2]
+
+
+def come_twice(rank: int, num_ranks: int, port: int) -> list[str]:
+    """Bring up, leave, and bring up again over a store that outlives both, as torchrun's does."""
+    texts = []
+    for value in ("first", "second"):
+        ranks = bring_up(values(rank, num_ranks, port, agent_has_store=True), torch.device("cpu"), 30.0, lambda _: None)
+        ranks.agree("model", value if rank == 0 else "first")
+        texts.append(value)
+        ranks.everyone.barrier()
+        ranks.close()
+    return texts
+
+
+def test_what_an_earlier_run_of_the_same_processes_agreed_on_is_forgotten() -> None:
+    port = free_port()
+    server = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    with pytest.raises(RanksFailed, match="model: rank 0 has second, but rank 1 has first"):
+        run_ranks(come_twice, 2, port, joined=False)
+    del server
 
 
 def agree_on(rank: int, num_ranks: int, port: int) -> str:
