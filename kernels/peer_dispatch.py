@@ -22,7 +22,7 @@ from torch import Tensor
 
 from kernels.checks import assert_dtype, assert_last_contiguous, assert_shape, cdiv, next_power_of_2, uses_triton
 from kernels.dependent_launch import dependent_launch, wait_for_inputs
-from kernels.peer_flags import WayState, signal_peers, signal_reference
+from kernels.peer_flags import TOKEN_BITS, WayState, signal_peers, signal_reference
 from kernels.peer_layout import SENT, PeerLayout, Peers
 from kernels.quantize import FP8, Quantized
 
@@ -212,6 +212,7 @@ def _check_operands(
     x_BD, scales_GB = x if isinstance(x, Quantized) else (x, None)
     num_tokens = x_BD.shape[0]
     assert num_tokens <= layout.capacity, f"{num_tokens} tokens, the buffers have room for {layout.capacity}"
+    assert layout.capacity < 1 << TOKEN_BITS, f"a capacity of {layout.capacity} tokens does not fit the flags"
     assert_shape("x_BD", x_BD, (None, layout.width))
     assert_dtype("x_BD", x_BD, layout.row_dtype)
     assert_last_contiguous("x_BD", x_BD)

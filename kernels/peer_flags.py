@@ -3,7 +3,7 @@
 Knows buffers, flags and a clock; knows nothing of what is written. A kernel that writes into peers' buffers ends with
 `signal_peers`; `wait_for_peers` is the launch that follows. Each way (rows there, results back) has its own flags:
 
-    flag[source] = epoch << 32 | tokens of a rank in this round      in every rank's own buffer, written by the source
+    flag[source] = epoch << 20 | tokens of a rank in this round      in every rank's own buffer, written by the source
 
 The epoch counts the rounds of a way, in memory of the device, so a captured graph counts on when it is replayed. It is
 never reset, and no flag has to be lowered: a wait is for the epoch that this rank has itself just signalled.
@@ -37,6 +37,12 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait, globalti
 from kernels.checks import uses_triton
 from kernels.dependent_launch import dependent_launch
 from kernels.peer_layout import PeerLayout, Peers
+
+TOKEN_BITS = 20
+"""Of a flag, for the tokens of a round, which a layout's capacity bounds. The others count more rounds than any run."""
+
+_TOKEN_BITS = tl.constexpr(TOKEN_BITS)
+_TOKENS = tl.constexpr((1 << TOKEN_BITS) - 1)
 
 _POLLS_PER_S = 1000
 """The interpreter has no clock: there, seconds are so many looks at a flag."""
@@ -73,7 +79,7 @@ def signal_reference(peers: Peers, layout: PeerLayout, way: int, state: WayState
     """What `signal_peers` does at the end of a launch. On CPUs that keep the order of stores (x86)."""
     state.progress_2[0] += 1
     for buffer in peers.buffers:
-        layout.flags_N(buffer, way)[peers.rank] = (state.progress_2[0] << 32) | num_tokens
+        layout.flags_N(buffer, way)[peers.rank] = (state.progress_2[0] << TOKEN_BITS) | num_tokens
 
 
 @triton.jit
@@ -88,7 +94,7 @@ def signal_peers(addresses_ptr, progress_ptr, flags_at, rank, num_tokens, NUM_RA
         for peer in range(NUM_RANKS):
             address = tl.load(addresses_ptr + peer) + flags_at
             flag_ptr = address.to(tl.pointer_type(tl.int64)) + rank
-            tl.atomic_xchg(flag_ptr, (epoch << 32) | num_tokens, sem="release", scope="sys")
+            tl.atomic_xchg(flag_ptr, (epoch << _TOKEN_BITS) | num_tokens, sem="release", scope="sys")
 
 
 def wait_for_peers(
@@ -102,7 +108,7 @@ def wait_for_peers(
     run(peers, layout, way, state, num_tokens, timeout_s)
 
 
-# until flags[source] >> 32 == progress[0], for at most `limit`
+# until flags[source] >> TOKEN_BITS == progress[0], for at most `limit`
 #   flags_ptr int64 [N], of this rank; progress_ptr int64 [2]; stopped_ptr int64 [1]; faults_ptr int64 [2, N], host
 #   grid (N,): a program waits for one source. limit in nanoseconds with CLOCK, else in looks
 
@@ -127,14 +133,14 @@ def _wait_kernel(
     if CLOCK:
         begin = globaltimer()
     flag = tl.atomic_add(flags_ptr + source, 0, sem="acquire", scope="sys")
-    while ((flag >> 32) != epoch) & (waited < limit):
+    while ((flag >> _TOKEN_BITS) != epoch) & (waited < limit):
         flag = tl.atomic_add(flags_ptr + source, 0, sem="acquire", scope="sys")
         if CLOCK:
             waited = globaltimer() - begin  # pyright: ignore
         else:
             waited += 1
-    late = (flag >> 32) != epoch
-    brought = flag & 0xFFFFFFFF
+    late = (flag >> _TOKEN_BITS) != epoch
+    brought = flag & _TOKENS
     if late:
         tl.store(faults_ptr + source, epoch)
         tl.store(stopped_ptr, 1)
@@ -168,13 +174,14 @@ def wait_reference(
     deadline = time.monotonic() + (0.0 if int(state.stopped_1) else timeout_s)
     for source in range(layout.num_ranks):
         pause_s = 1e-4
-        while int(flags_N[source]) >> 32 != epoch and time.monotonic() < deadline:
+        while int(flags_N[source]) >> TOKEN_BITS != epoch and time.monotonic() < deadline:
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, 5e-3)
         flag = int(flags_N[source])
-        if flag >> 32 != epoch:
+        brought = flag & ((1 << TOKEN_BITS) - 1)
+        if flag >> TOKEN_BITS != epoch:
             state.faults_2N[0, source] = epoch
-        elif flag & 0xFFFFFFFF != num_tokens:
-            state.faults_2N[1, source] = (flag & 0xFFFFFFFF) + 1
+        elif brought != num_tokens:
+            state.faults_2N[1, source] = brought + 1
     if bool(state.faults_2N.any()):
         state.stopped_1.fill_(1)

@@ -7,6 +7,7 @@ import torch
 
 from kernels import peer_dispatch
 from kernels.peer_dispatch import ReplicaColumns, _send_kernel, send_rows, send_rows_reference, send_rows_triton
+from kernels.peer_flags import TOKEN_BITS
 from kernels.peer_layout import SENT, PeerLayout
 from kernels.quantize import FP8, Quantized, quantize_rows_reference
 from tests.aot import ARCHS, aot, compile_ahead
@@ -44,7 +45,7 @@ def test_worked_example(sums: bool, home_rows: list[int]) -> None:
         buffer = ranks.buffers[rank]
         assert ranks.layout.slots_XK(buffer, 1).tolist() == [slots, slots]
         assert ranks.layout.rows_XD(buffer, 1).tolist() == [x_BD[0].tolist(), (x_BD[0] + 1).tolist()]
-        assert ranks.layout.flags_N(buffer, SENT).tolist() == [1 << 32 | 1] * 2
+        assert ranks.layout.flags_N(buffer, SENT).tolist() == [1 << TOKEN_BITS | 1] * 2
         if sums:
             assert ranks.layout.weights_XK(buffer, 1).tolist() == [[0.5, 0.25]] * 2
 
@@ -87,16 +88,17 @@ def test_reference_against_loops() -> None:
 
 
 def compare_kernel(
-    layout: PeerLayout, device: str, num_tokens: int, *, num_experts: int = 70, seed: int = 0, one_rank: bool = False
+    layout: PeerLayout, device: str, num_tokens: int, *, num_epochs: int = 2, one_rank: bool = False
 ) -> None:
-    """One launch of every rank, twice with other routing: all bytes of all buffers."""
+    """One launch of every rank, once more with other routing: all bytes of all buffers."""
     ours, wanted = OneProcess(layout, device), OneProcess(layout, "cpu")
+    num_experts = 70
     replicas = draw_replicas(num_experts, layout.num_ranks, "cpu")
     if one_rank:
         replicas.ranks_EC.fill_(layout.num_ranks - 1)
     on_device = ReplicaColumns(*(each.to(device) for each in replicas))
-    generator = torch.Generator().manual_seed(seed)
-    for epoch in range(2):
+    generator = torch.Generator().manual_seed(0)
+    for epoch in range(num_epochs):
         for rank in range(layout.num_ranks):
             wide_BD = torch.randn(num_tokens, layout.width + 8, generator=generator)
             ids_BK = draw_ids(num_tokens, num_experts, layout.top_k, seed=10 * epoch + rank)
@@ -122,11 +124,10 @@ def compare_kernel(
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("sums", [False, True], ids=["rows", "sums"])
 @pytest.mark.parametrize("num_tokens", NUM_TOKENS)
-def test_kernel_for_numbers_of_tokens(device: str, sums: bool, num_tokens: int) -> None:
+def test_kernel_for_numbers_of_tokens(device: str, num_tokens: int) -> None:
     """Without tokens too the peers get their signal."""
-    compare_kernel(layout_of(capacity=130, sums=sums), device, num_tokens)
+    compare_kernel(layout_of(capacity=130, sums=True), device, num_tokens, num_epochs=1)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -137,10 +138,10 @@ def test_kernel_for_widths_and_dtypes(device: str, width: int, row_dtype: torch.
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(("num_ranks", "top_k"), [(1, 8), (3, 1), (8, 6), (2, 60)])
+@pytest.mark.parametrize(("num_ranks", "top_k"), [(1, 8), (3, 1), (5, 6), (2, 60)])
 def test_kernel_for_ranks_and_choices(device: str, num_ranks: int, top_k: int) -> None:
     for sums in (False, True):
-        compare_kernel(layout_of(num_ranks=num_ranks, top_k=top_k, sums=sums), device, 5)
+        compare_kernel(layout_of(num_ranks=num_ranks, top_k=top_k, sums=sums), device, 4)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -154,7 +155,7 @@ def test_everything_to_one_rank_by_few_programs(device: str, monkeypatch: pytest
 @pytest.mark.parametrize("arch", ARCHS)
 def test_compiles(arch: int) -> None:
     pointers = ("ranks_ptr", "slots_ptr", "count_ptr", "ids_ptr", "home_row_ptr")
-    args: dict[str, object] = dict.fromkeys(pointers, "*i32") | {"weights_ptr": "*fp32"}
+    args: dict[str, object] = {"weights_ptr": "*fp32"} | dict.fromkeys(pointers, "*i32")
     args |= dict.fromkeys(("addresses_ptr", "progress_ptr"), "*i64")
     args |= dict.fromkeys(("num_tokens", "num_columns", "num_experts", "num_replicas", "stride_x", "rank"), "i32")
     args |= dict.fromkeys(("slots_at", "weights_at", "scales_at", "rows_at", "flags_at"), "i64")

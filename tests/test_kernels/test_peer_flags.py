@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels.peer_flags import _wait_kernel, signal_reference, wait_for_peers, wait_reference, wait_triton
+from kernels.peer_flags import TOKEN_BITS, _wait_kernel, signal_reference, wait_for_peers, wait_reference, wait_triton
 from kernels.peer_layout import RETURNED, SENT, PeerLayout
 from tests.aot import ARCHS, aot, compile_ahead
 from tests.one_process import OneProcess
@@ -41,7 +41,7 @@ def test_both_ways_count_by_themselves(wait, device: str) -> None:
                 wait(ranks.peers(rank), ranks.layout, way, state, 4, 60.0)
                 assert state.faults_2N.tolist() == [[0] * 3] * 2 and state.stopped_1.tolist() == [0]
                 high = 2**31 - 1 if way == SENT else 1
-                assert (ranks.layout.flags_N(ranks.buffers[rank], way) >> 32).tolist() == [high + epoch] * 3
+                assert (ranks.layout.flags_N(ranks.buffers[rank], way) >> TOKEN_BITS).tolist() == [high + epoch] * 3
 
 
 @each_wait

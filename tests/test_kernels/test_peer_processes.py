@@ -34,7 +34,7 @@ def make_on(
 def with_kernels(rank: int, num_ranks: int, folder: Path, keys: list[Key]) -> dict[Key, Outcome]:
     """Each program takes several pieces."""
     for module in (peer_dispatch, peer_flags, peer_combine):
-        module.uses_triton = lambda x: True
+        vars(module)["uses_triton"] = lambda x: True
     peer_dispatch.MOST_PROGRAMS = peer_combine.MOST_PROGRAMS = 3
     group = world(rank, num_ranks)
     return {key: run_case(group, key, partial(make_on, folder), padded=True) for key in keys}
