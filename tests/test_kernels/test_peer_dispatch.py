@@ -155,7 +155,8 @@ def test_everything_to_one_rank_by_few_programs(device: str, monkeypatch: pytest
 @pytest.mark.parametrize("arch", ARCHS)
 def test_compiles(arch: int) -> None:
     pointers = ("ranks_ptr", "slots_ptr", "count_ptr", "ids_ptr", "home_row_ptr")
-    args: dict[str, object] = {"weights_ptr": "*fp32"} | dict.fromkeys(pointers, "*i32")
+    args: dict[str, object] = {"weights_ptr": "*fp32"}
+    args |= dict.fromkeys(pointers, "*i32")
     args |= dict.fromkeys(("addresses_ptr", "progress_ptr"), "*i64")
     args |= dict.fromkeys(("num_tokens", "num_columns", "num_experts", "num_replicas", "stride_x", "rank"), "i32")
     args |= dict.fromkeys(("slots_at", "weights_at", "scales_at", "rows_at", "flags_at"), "i64")
