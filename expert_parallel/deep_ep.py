@@ -189,7 +189,7 @@ class DeepEPDecodeDispatcher(DeepEPDispatcher):
         super().__init__(group, *args, shared=shared, **common)
         # DeepEP wants ranks x room to be a multiple of 4.
         step = 4 // gcd(4, group.size)
-        shared.low_latency_tokens = cdiv(self._num_taken(LOW_LATENCY_TOKENS), step) * step
+        shared.use_low_latency(cdiv(self._num_taken(LOW_LATENCY_TOKENS), step) * step)
 
     def buffer_bytes(self, num_tokens: int, width: int, dtype: torch.dtype) -> int:
         """DeepEP's buffer, and the places of all slots here, as they come and as they go."""

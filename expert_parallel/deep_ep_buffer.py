@@ -122,6 +122,12 @@ class SharedBuffer:
         """ValueError where its low-latency kernels cannot."""
         _refuse(low_latency_problem(width, top_k))
 
+    def use_low_latency(self, tokens: int) -> None:
+        """Decode will bring up to so many tokens of each rank in a round."""
+        made = self._made is not None
+        assert not made or tokens == self.low_latency_tokens, f"made for {self.low_latency_tokens} tokens, not {tokens}"
+        self.low_latency_tokens = tokens
+
     def of(self, width: int) -> Any:
         """The Buffer for rows of `width` columns. The first time all ranks call it together."""
         if self._made is None:
