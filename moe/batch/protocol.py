@@ -20,7 +20,8 @@ LineId = Any  # any JSON value; it comes back as it went in
 # Stands for minus infinity, which JSON lacks; OpenAI's own value.
 LOWEST_LOGPROB = -9999.0
 KEPT_PARAMS, KEPT_CHARS = 256, 1000
-_ENCODER = json.JSONEncoder(allow_nan=False)
+_PLAIN = frozenset((str, int, float, bool))
+_Key = tuple[tuple[str, type, Any], ...]
 SAMPLING_FIELDS = frozenset(item.name for item in fields(SamplingParams))
 
 
@@ -67,18 +68,18 @@ class LineParams:
         self._job_seed = sampling.seed
         self._defaults = generation_defaults
         self._command_line = command_line_layer(sampling)
-        self._kept: dict[tuple[bool, str], SamplingParams] = {}
+        self._kept: dict[tuple[bool, _Key], SamplingParams] = {}
 
     def of(self, line: LineRequest) -> SamplingParams:
         """LineError where the line's own parameters do not go with the command line's."""
-        is_chat, text = line.messages is not None, _as_text(line.fields)
-        params = self._kept.get((is_chat, text)) if text is not None else None
+        is_chat, key = line.messages is not None, _key_of(line.fields)
+        params = self._kept.get((is_chat, key)) if key is not None else None
         if params is None:
             params = self._resolve(line, is_chat)
-            if text is not None:
+            if key is not None:
                 if len(self._kept) >= KEPT_PARAMS:
                     self._kept.clear()
-                self._kept[is_chat, text] = params
+                self._kept[is_chat, key] = params
         return params if params.seed is not None else params.with_seed(line_seed(self._job_seed, line.id))
 
     def _resolve(self, line: LineRequest, is_chat: bool) -> SamplingParams:
@@ -166,31 +167,29 @@ def check_chat_options(record: Mapping[str, Any]) -> ChatOptions:
 
 def check_sampling(values: dict[str, Any]) -> dict[str, Any]:
     """The same values, proved to make sampling parameters; LineError with the parameter's own message."""
-    text = _as_text(values)
+    key = _key_of(values)
     try:
-        if text is None:
+        if key is None:
             SamplingParams.from_layers(values)
         else:
-            _prove(text)
+            _prove(key)
     except (ValueError, TypeError) as error:
         raise LineError(str(error)) from error
     return values
 
 
 @lru_cache(maxsize=KEPT_PARAMS)
-def _prove(text: str) -> None:
-    """That the values, as JSON, make sampling parameters. Lines of a job are much alike, and a look is cheap."""
-    SamplingParams.from_layers(json.loads(text))
+def _prove(values: _Key) -> None:
+    """That the values make sampling parameters. Lines of a job are much alike, and a look is cheap."""
+    SamplingParams.from_layers({name: value for name, _, value in values})
 
 
-def _as_text(values: dict[str, Any]) -> str | None:
-    """Values as JSON, which tells 1 from 1.0 and true as equality does not; None of what JSON cannot hold, or what is
-    too long to be kept."""
-    try:
-        text = _ENCODER.encode(values) if values else "{}"
-    except (TypeError, ValueError):
-        return None
-    return text if len(text) <= KEPT_CHARS else None
+def _key_of(values: dict[str, Any]) -> _Key | None:
+    """The values as a key, which tells 1 from 1.0 and true as equality does not; None where one is no plain value."""
+    for value in values.values():
+        if type(value) not in _PLAIN or (type(value) is str and len(value) > KEPT_CHARS):
+            return None
+    return tuple([(name, type(value), value) for name, value in values.items()])
 
 
 def json_logprob(value: float) -> float:

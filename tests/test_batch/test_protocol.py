@@ -12,7 +12,7 @@ from moe.batch.lines import dump_line
 from moe.batch.openai import openai_answer, parse_openai
 from moe.batch.openai_fields import CHAT_KNOWN, COMPLETION_KNOWN, NO_EFFECT, ONLY_AT, REFUSED
 from moe.batch.plain import parse_plain, plain_answer
-from moe.batch.protocol import ChatOptions, LineError, LineRequest, line_seed, resolve_params
+from moe.batch.protocol import ChatOptions, LineError, LineParams, LineRequest, line_seed, resolve_params
 from moe.engine.request import CompletionOutput, Logprob, Request, RequestOutput
 
 HI = [{"role": "user", "content": "hi"}]
@@ -374,3 +374,28 @@ def test_openai_completion_answer() -> None:
             },
         }
     ]
+
+
+def test_kept_params_are_those_of_each_line_alone() -> None:
+    """Values that are equal and not the same (1, 1.0, true), lines of both kinds, more kinds than are kept."""
+    sampling, defaults = SamplingConfig(top_p=0.9), {"temperature": 0.5}
+    of_job = LineParams(sampling, defaults)
+    values: list[dict[str, Any]] = [
+        {},
+        {"temperature": 1},
+        {"temperature": 1.0},
+        {"stop": ["a"]},
+        {"stop": "a"},
+        {"seed": 4},
+    ]
+    values += [{"max_tokens": number} for number in range(1, 300)] + [{"logit_bias": {"3": 1.5}}, {"n": 2, "top_k": 3}]
+    for number, fields in enumerate([*values, *values], start=1):
+        for source in ({"prompt": "x"}, {"messages": [{"role": "user", "content": "x"}]}):
+            line = parse_plain(number, {"id": f"id-{number}", **source, **fields})
+            assert of_job.of(line) == resolve_params(line, sampling, defaults), fields
+    with pytest.raises(LineError, match="temperature=True must be a number"):
+        parse_plain(1, {"prompt": "x", "temperature": True})
+    with pytest.raises(LineError, match=r"max_tokens=1\.0 must be a whole number"):
+        parse_plain(1, {"prompt": "x", "max_tokens": 1.0})
+    with pytest.raises(LineError, match="ignore_eos=1 must be true or false"):
+        parse_plain(1, {"prompt": "x", "ignore_eos": 1})
