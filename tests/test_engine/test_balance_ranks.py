@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,10 @@ from moe.engine.llm import LLM
 from moe.engine.request import SamplingParams
 from router.load_window import read_load
 from tests.ranks import run_ranks
-from tests.test_engine.test_llm_ranks import PARAMS, PROMPTS, as_torchrun, free_port, texts
+from tests.test_engine.test_llm_ranks import as_torchrun, free_port, texts
 
+PROMPTS = ["In the beginning", "And", "Blessed are the meek, for they shall", "Thus saith"]
+PARAMS = [SamplingParams(max_tokens=n, temperature=0.8 * (n % 2), seed=1, ignore_eos=True) for n in (17, 2, 6, 1)]
 EVERY_5 = {"interval": 5, "move": "always", "layers_per_step": 2, "window": 2}
 
 
@@ -62,6 +65,7 @@ def answer(rank: int, num_ranks: int, port: int, kinds: list[tuple[Config, bool]
     return results
 
 
+@cache
 def alone(model: str) -> list[Any]:
     with LLM(config=config(model, **EVERY_5)) as llm:
         found = texts(llm.generate(PROMPTS, PARAMS))
@@ -85,19 +89,19 @@ def alone(model: str) -> list[Any]:
 def test_answers_are_those_of_one_rank_while_experts_move(num_ranks: int, kinds: list[Any]) -> None:
     """Two ranks and four, by the rule and anywhere, in slots for each expert and in more, one expert at a time too."""
     made = [(config(model, parallel, **EVERY_5, **more), shuffled) for model, parallel, more, shuffled in kinds]
-    results = run_ranks(answer, num_ranks, free_port(), made, joined=False, timeout_s=240)
+    results = run_ranks(answer, num_ranks, free_port(), made, joined=False, timeout_s=400)
     for number, (model, _, _, shuffled) in enumerate(kinds):
         expected = alone(model)
         assert all(of_rank[number][0] == expected for of_rank in results)
-        assert sum(of_rank[number][1] for of_rank in results) > (100 if shuffled else 4)
-        assert results[0][number][2] > 1
+        assert sum(of_rank[number][1] for of_rank in results) > (40 if shuffled else 2)
+        assert results[0][number][2] >= 1
         layers = results[0][number][3]
         assert len(set(layers.values())) == len(layers) > 1  # each layer has a placement of its own
 
 
 def profile_and_plan(rank: int, num_ranks: int, port: int, folder: Path) -> tuple[Any, Any, Any]:
     """A run that writes a plan and its load, then one with that plan: both answers, and the slots here."""
-    files = {"profile": str(folder / "plan.json"), "profile_steps": 12, "load_file": str(folder / "load.json")}
+    files = {"profile": str(folder / "plan.json"), "profile_steps": 8, "load_file": str(folder / "load.json")}
     steps = {"overlap": False, "max_batched_tokens": 64}
     first = config("demo-deepseek", None, interval=4, window=3, move="never", redundant_experts=3, **files)
     second = config("demo-deepseek", None, interval=4, plan=str(folder / "plan.json"))
@@ -117,7 +121,7 @@ def test_C46_loads_add_up_and_a_profile_becomes_a_plan(tmp_path: Path) -> None:
     """Rows of routed experts alone are counted, each once, however many ranks there are and wherever replicas lie."""
     model = ModelShape(num_layers=5, num_experts=16, sparse_layers=(1, 2, 3, 4))
     counts = []
-    for num_ranks in (1, 3):
+    for num_ranks in (1, 2):
         folder = tmp_path / str(num_ranks)
         folder.mkdir()
         if num_ranks == 1:
@@ -130,11 +134,11 @@ def test_C46_loads_add_up_and_a_profile_becomes_a_plan(tmp_path: Path) -> None:
                 stats = llm.stats()
             num_tokens = stats.computed_prompt_tokens + stats.output_tokens - stats.requests
         else:
-            results = run_ranks(profile_and_plan, num_ranks, free_port(), folder, joined=False, timeout_s=240)
+            results = run_ranks(profile_and_plan, num_ranks, free_port(), folder, joined=False, timeout_s=400)
             assert all(first == second == expected for first, second, _ in results)
             plan = load_plan(folder / "plan.json", model, num_ranks)
             assert all(placements == plan for _, _, placements in results)
-            assert plan[1] != plan[2] and [len(slots) for slots in plan[1].ranks] == [7, 6, 6]
+            assert plan[1] != plan[2] and [len(slots) for slots in plan[1].ranks] == [10, 9]
         record = read_load(folder / "load.json")
         assert record.sparse_layers == model.sparse_layers and len(record.trace_ILE) == 3
         assert all(0 < point.balancedness <= 1 for point in record.timeline) and len(record.timeline) > 3
@@ -156,7 +160,7 @@ def fails(rank: int, num_ranks: int, port: int) -> str:
 
     ExpertMover._exchange = failing  # pyright: ignore[reportAttributeAccessIssue]
     try:
-        llm.generate(PROMPTS, [SamplingParams(max_tokens=30, ignore_eos=True)] * len(PROMPTS))
+        llm.generate(PROMPTS, [SamplingParams(max_tokens=12, ignore_eos=True)] * len(PROMPTS))
     except RuntimeError as error:
         llm.close()
         return str(error)
@@ -164,6 +168,6 @@ def fails(rank: int, num_ranks: int, port: int) -> str:
 
 
 def test_a_fault_while_experts_move_is_told_on_all_ranks() -> None:
-    for text in run_ranks(fails, 2, free_port(), joined=False, timeout_s=100):
+    for text in run_ranks(fails, 2, free_port(), joined=False, timeout_s=200):
         assert "the ranks stop: rank 1: StepError: stage 'balance'" in text
         assert "ArithmeticError: the cause itself" in text
