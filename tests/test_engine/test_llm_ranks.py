@@ -24,10 +24,14 @@ PARAMS[2] = SamplingParams(
 )  # holds steps back
 
 
-def config(model: str, **parallel: Any) -> Config:
+def config(model: str, quantization: str = "auto", **parallel: Any) -> Config:
     engine = EngineConfig(device="cpu", max_batched_tokens=16, max_num_seqs=4)
     return Config(
-        model=model, engine=engine, cache=CacheConfig(num_blocks=32), parallel=ParallelConfig(timeout_s=60, **parallel)
+        model=model,
+        quantization=quantization,
+        engine=engine,
+        cache=CacheConfig(num_blocks=32),
+        parallel=ParallelConfig(timeout_s=60, **parallel),
     )
 
 
@@ -61,8 +65,8 @@ def answer(rank: int, num_ranks: int, port: int, kinds: list[tuple[str, dict[str
     return results
 
 
-def expected(model: str) -> list[list[Any]]:
-    with LLM(config=config(model)) as llm:
+def expected(model: str, quantization: str = "auto") -> list[list[Any]]:
+    with LLM(config=config(model, quantization)) as llm:
         return texts(llm.generate(PROMPTS, PARAMS))
 
 
@@ -71,13 +75,18 @@ def expected(model: str) -> list[list[Any]]:
     [
         (2, [("demo", {}), ("demo-deepseek", {"row_cap": 16})]),
         (4, [("demo", {"dispatcher": "all_gather"}), ("demo-deepseek", {})]),
+        # Experts in fp8: rows travel quantised.
+        (
+            2,
+            [("demo", {"quantization": "fp8"}), ("demo-deepseek", {"quantization": "fp8", "dispatcher": "all_gather"})],
+        ),
         (9, [("demo", {})]),  # one rank more than experts, and three without a request
     ],
 )
 def test_answers_are_those_of_one_rank(num_ranks: int, kinds: list[tuple[str, dict[str, Any]]]) -> None:
     results = run_ranks(answer, num_ranks, free_port(), kinds, joined=False, timeout_s=240)
-    for number, (model, _) in enumerate(kinds):
-        alone = expected(model)
+    for number, (model, settings) in enumerate(kinds):
+        alone = expected(model, settings.get("quantization", "auto"))
         for rank in range(num_ranks):
             together, single, share = results[rank][number]
             assert together == alone
