@@ -28,7 +28,10 @@ MOST_PROGRAMS = 2048
 """As in peer_dispatch.py."""
 
 _PIECE_ELEMENTS = 8192
-"""Of a record's K rows, or of its sum's columns times K, for one program: all its loads are under way at once."""
+"""Of a record's K rows, for one program: all its loads are under way at once."""
+
+_SUM_COLUMNS = 1024
+"""Of a sum, for one program: 16 bytes for each thread of 4 warps."""
 
 
 def return_rows(
@@ -116,7 +119,8 @@ def return_rows_triton(
     """`return_rows` as one launch; with no records too, since the others wait for the signal."""
     _check_operands(layout, y_RD, packed_row_XK, weights_XK, num_tokens)
     block_k = next_power_of_2(layout.top_k)
-    block_d = min(next_power_of_2(layout.width), max(_PIECE_ELEMENTS // block_k, 128))
+    piece = _SUM_COLUMNS if layout.sums else max(_PIECE_ELEMENTS // block_k, 128)
+    block_d = min(next_power_of_2(layout.width), piece)
     num_pieces = layout.num_ranks * num_tokens * cdiv(layout.width, block_d)
     _return_kernel[(max(1, min(num_pieces, MOST_PROGRAMS)),)](
         peers.addresses_N,
