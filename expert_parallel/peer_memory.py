@@ -1,7 +1,7 @@
 """Memory that all ranks of a group can write to: who may have it, and how it is made. Knows processes and GPUs only.
 
-Torch's symmetric memory: each rank allocates alike, hands its peers a handle, and maps theirs; over NVLink (or PCIe
-peer access) a kernel then stores to a peer's address as to its own. Multicast is not used.
+Torch's symmetric memory: each rank allocates alike, hands its peers a handle, and maps theirs; over NVLink a kernel
+then stores to a peer's address as to its own, and exchanges a word there atomically. Multicast is not used.
 """
 
 # torch.distributed lists its parts nowhere.
