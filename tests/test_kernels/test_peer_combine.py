@@ -14,8 +14,10 @@ from kernels.peer_layout import RETURNED, PeerLayout
 from tests.aot import ARCHS, aot, compile_ahead
 from tests.compare import assert_same_bits
 from tests.one_process import OneProcess
-from tests.shapes import NUM_TOKENS
 from tests.test_kernels.conftest import Backend
+
+# A program takes one token at a time, so there is no tile to fill or to exceed; the interpreter takes 5 ms for each.
+TOKENS = (0, 1, 9, pytest.param(129, marks=pytest.mark.gpu))
 
 
 def layout_of(
@@ -73,7 +75,7 @@ def compare_kernel(layout: PeerLayout, device: str, num_tokens: int, num_epochs:
 BOTH = pytest.mark.parametrize("sums", [False, True], ids=["rows", "sums"])
 
 
-@pytest.mark.parametrize("num_tokens", NUM_TOKENS)
+@pytest.mark.parametrize("num_tokens", TOKENS)
 def test_kernel_for_numbers_of_tokens(backend: Backend, num_tokens: int) -> None:
     """Without records too the peers get their signal."""
     sums = backend.dtype != torch.float32
@@ -91,7 +93,7 @@ def test_kernel_for_widths_and_choices(backend: Backend, sums: bool, width: int,
 def test_few_programs(backend: Backend, sums: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each takes several pieces, and the last to end signals."""
     monkeypatch.setattr(peer_combine, "MOST_PROGRAMS", 3)
-    compare_kernel(layout_of(sums=sums, num_ranks=5, dtype=backend.dtype), backend.device, 8)
+    compare_kernel(layout_of(sums=sums, num_ranks=3, dtype=backend.dtype), backend.device, 3)
 
 
 def test_sums_have_the_bits_of_the_combine(backend: Backend) -> None:

@@ -12,12 +12,15 @@ from kernels.peer_layout import SENT, PeerLayout
 from kernels.quantize import FP8, Quantized, quantize_rows_reference
 from tests.aot import ARCHS, aot, compile_ahead
 from tests.one_process import OneProcess, draw_ids, draw_replicas
-from tests.shapes import HIDDEN, NUM_TOKENS
+from tests.shapes import HIDDEN
 
 DEVICES = [
     pytest.param("cpu", marks=pytest.mark.interpret, id="interpret"),
     pytest.param("cuda", marks=pytest.mark.gpu, id="gpu"),
 ]
+
+# A program takes one token at a time, so there is no tile to fill or to exceed; the interpreter takes 5 ms for each.
+TOKENS = (0, 1, 9, pytest.param(129, marks=pytest.mark.gpu))
 
 
 def layout_of(
@@ -124,7 +127,7 @@ def compare_kernel(
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("num_tokens", NUM_TOKENS)
+@pytest.mark.parametrize("num_tokens", TOKENS)
 def test_kernel_for_numbers_of_tokens(device: str, num_tokens: int) -> None:
     """Without tokens too the peers get their signal."""
     compare_kernel(layout_of(capacity=130, sums=True), device, num_tokens, num_epochs=1)
@@ -134,7 +137,7 @@ def test_kernel_for_numbers_of_tokens(device: str, num_tokens: int) -> None:
 @pytest.mark.parametrize("width", HIDDEN)
 @pytest.mark.parametrize("row_dtype", [torch.float32, torch.float16, FP8], ids=str)
 def test_kernel_for_widths_and_dtypes(device: str, width: int, row_dtype: torch.dtype) -> None:
-    compare_kernel(layout_of(width=width, row_dtype=row_dtype, sums=True), device, 7)
+    compare_kernel(layout_of(width=width, row_dtype=row_dtype, sums=True), device, 4)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -148,7 +151,7 @@ def test_kernel_for_ranks_and_choices(device: str, num_ranks: int, top_k: int) -
 def test_everything_to_one_rank_by_few_programs(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each program takes several pieces, and the last to end signals."""
     monkeypatch.setattr(peer_dispatch, "MOST_PROGRAMS", 3)
-    compare_kernel(layout_of(num_ranks=3, width=2880, top_k=4, sums=True), device, 8, one_rank=True)
+    compare_kernel(layout_of(num_ranks=3, width=2880, top_k=4, sums=True), device, 3, one_rank=True)
 
 
 @aot
