@@ -35,7 +35,7 @@ from expert_parallel.group import ExpertGroup
 
 SERVER = multiprocessing.get_context("forkserver")
 # Takes effect when the server starts, with the first run. A name that cannot be imported is skipped there.
-SERVER.set_forkserver_preload(["torch.distributed", "pytest", "launch.generate"])
+SERVER.set_forkserver_preload(["torch.distributed", "pytest", "launch.generate", "tests.tiny_models"])
 
 _LAST_WORDS_S = 2.0
 """How long the other ranks may go on after a fault: their own tracebacks are printed below the first one."""
