@@ -191,6 +191,10 @@ class DeepEPDecodeDispatcher(DeepEPDispatcher):
         step = 4 // gcd(4, group.size)
         shared.use_low_latency(cdiv(self._num_taken(LOW_LATENCY_TOKENS), step) * step)
 
+    @property
+    def held_bytes(self) -> int:
+        return 0  # of its own: the buffer counts with the dispatcher of prompts
+
     def buffer_bytes(self, num_tokens: int, width: int, dtype: torch.dtype) -> int:
         """DeepEP's buffer, and the places of all slots here, as they come and as they go."""
         places = self.shared.slots * self.group.size * self.shared.low_latency_tokens

@@ -43,6 +43,7 @@ def plan_cache(
             workspace=max(memory.workspace - moving_bytes, 0),  # on a GPU they were found among the working space
             other=max(memory.other - parts.held_bytes, 0),  # no allocator's either, but among the buffers
             buffers=parts.buffer_bytes(config.engine.max_batched_tokens),
+            row_cap=parts.row_cap,
             moving=moving_bytes,
         ),
         num_blocks=config.cache.num_blocks,

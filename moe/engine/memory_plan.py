@@ -28,6 +28,7 @@ class MemoryPlan:
     chosen_by: str  # the key that set num_blocks
     buffer_bytes: int = 0  # of rows that travel between ranks
     moving_bytes: int = 0  # of experts that move between ranks
+    row_cap: int | None = None  # the most rows of a buffer between ranks in one round; None: no cap, or one rank
 
     @property
     def kv_bytes(self) -> int:
@@ -55,6 +56,8 @@ class MemoryPlan:
             rows += [("left free", _gib(left)), ("total", _gib(self.total_bytes))]
         lines = [f"memory on {self.device}"]
         lines += [f"  {name:<22}{size:>12}" for name, size in rows]
+        if self.row_cap is not None:
+            lines.append(f"  at most {self.row_cap} rows in a buffer between ranks, more in rounds (parallel.row_cap)")
         lines.append(
             f"  {self.num_blocks} KV blocks of {self.block_size} tokens (by {self.chosen_by}): "
             f"{self.capacity_tokens} tokens, "
@@ -79,6 +82,7 @@ class DeviceMemory:
     other: int = 0
     buffers: int = 0
     moving: int = 0
+    row_cap: int | None = None
 
     @property
     def taken(self) -> int:
@@ -128,6 +132,7 @@ def plan_memory(
         max_model_len=max_model_len,
         chosen_by=by,
         buffer_bytes=memory.buffers,
+        row_cap=memory.row_cap,
         moving_bytes=memory.moving,
     )
 

@@ -73,6 +73,11 @@ class Parts:
         return at_a_time * self.network.dispatchers.buffer_bytes(rows, self.model.hidden_size, self.dtype)
 
     @property
+    def row_cap(self) -> int | None:
+        """The most rows of a buffer between ranks in one round; None with one rank."""
+        return self.network.dispatchers.prefill.row_cap if isinstance(self.network, CausalLM) else None
+
+    @property
     def held_bytes(self) -> int:
         """Of buffers for travelling rows that exist and that no allocator's statistics show."""
         return self.network.dispatchers.held_bytes if isinstance(self.network, CausalLM) else 0

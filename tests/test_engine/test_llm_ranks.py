@@ -58,6 +58,9 @@ def answer(rank: int, num_ranks: int, port: int, kinds: list[tuple[str, dict[str
     for number, (model, parallel) in enumerate(kinds):
         as_torchrun(rank, num_ranks, port + number)
         with LLM(config=config(model, **parallel)) as llm:
+            plan = llm.engine.plan
+            assert plan.buffer_bytes > 0 and plan.row_cap is not None
+            assert plan.row_cap == parallel.get("row_cap", plan.row_cap)
             together = texts(llm.generate(PROMPTS, PARAMS))
             single = texts(llm.generate(PROMPTS[4], PARAMS[4]))  # other ranks have no request at all
             share = texts(llm.generate(PROMPTS[:3], PARAMS[:3], own_share=True))

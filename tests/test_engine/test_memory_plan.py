@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -42,6 +43,14 @@ def test_the_fraction_leaves_the_rest_to_the_cache() -> None:
     table = result.table()
     assert "24.000 GiB" in table and "10.000 GiB" in table, table  # the cache, and what is left free
     assert "12288 KV blocks of 16 tokens (by cache.memory_fraction=0.9): 196608 tokens, 48.0 sequences of 4096" in table
+
+
+def test_C22_rows_between_ranks_are_in_the_plan_with_their_cap() -> None:
+    """6 GiB of buffers leave 18 of 24 to the cache."""
+    table = plan(replace(GPU, buffers=6 * GIB, row_cap=4096)).table()
+    assert re.search(r"rows between ranks +6\.000 GiB\n", table) and "18.000 GiB" in table, table
+    assert "at most 4096 rows in a buffer between ranks, more in rounds (parallel.row_cap)" in table
+    assert "between ranks" not in plan(GPU).table()
 
 
 def test_num_blocks_is_taken_as_given() -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from expert_parallel.choice import Dispatchers
 from expert_parallel.deep_ep import DeepEPDecodeDispatcher, DeepEPDispatcher
 from expert_parallel.deep_ep_buffer import SharedBuffer, deep_ep_problem, low_latency_problem
 from expert_parallel.group import ExpertGroup
@@ -124,7 +125,9 @@ def take_turns(rank: int, num_ranks: int) -> list[Any]:
     buffer = normal.shared.of(WIDTH)
     assert buffer is copy(decode).shared.of(WIDTH)
     made = (buffer.bytes, buffer.low_latency_mode, buffer.num_qps_per_rank)
+    assert Dispatchers(normal, decode).held_bytes == sum(buffer.bytes)
     normal.close()
+    assert normal.held_bytes == 0
     return [outs, made, decode.buffer_bytes(64, WIDTH, dtype), normal.buffer_bytes(10, WIDTH, dtype)]
 
 
