@@ -46,7 +46,9 @@ class Layer:
             shapes |= {"s13": ((num_slots, 2, 2, 1), torch.float32), "s2": ((num_slots, 1, 1, 2), torch.float32)}
         self.tensors = {name: torch.full(shape, 7.0).to(kind) for name, (shape, kind) in shapes.items()}
         for slot, expert in enumerate(experts):
-            for name, tensor in self.tensors.items() if expert is not None else ():
+            if expert is None:
+                continue
+            for name, tensor in self.tensors.items():
                 scale = 1.0 if dtype == FP8 and name.startswith("w") else (expert + 1) / 64
                 tensor[slot] = float(expert) if name == "bias" else scale
         if dtype == FP8:
