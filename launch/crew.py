@@ -27,8 +27,9 @@ class Crew(Protocol):
         """A counter of all ranks: adds to it, and returns what it is then."""
         ...
 
-    def wait_for_first(self) -> None:
-        """The first rank goes on and says so; the others wait for that, however long it takes."""
+    def wait_for_first(self, stage: str) -> None:
+        """The first rank comes to `stage` and says so; the others wait for that, however long it takes. Each stage's
+        name is used once. RuntimeError where a rank meets a fault instead."""
         ...
 
 
@@ -49,15 +50,16 @@ class Single(Crew):
 
         return add
 
-    def wait_for_first(self) -> None:
+    def wait_for_first(self, stage: str) -> None:
         pass
 
 
 class Several(Crew):
-    """Ranks of torchrun. Counters are in their store."""
+    """Ranks of torchrun. Counters are in their store. `told` gives the first fault of any rank."""
 
-    def __init__(self, ranks: Ranks) -> None:
+    def __init__(self, ranks: Ranks, told: Callable[[], str | None]) -> None:
         self.ranks = self._ranks = ranks
+        self._told = told
         self.rank, self.size = ranks.everyone.rank, ranks.everyone.size
 
     def gather(self, own: Any) -> list[Any]:
@@ -67,9 +69,11 @@ class Several(Crew):
         store = self._ranks.store
         return lambda number: store.add(name, number)
 
-    def wait_for_first(self) -> None:
-        store = self._ranks.store
+    def wait_for_first(self, stage: str) -> None:
+        store, key = self._ranks.store, f"first rank: {stage}"
         if self.rank == 0:
-            store.set("first rank is done", "yes")
-        while not store.check(["first rank is done"]):
+            store.set(key, "here")
+        while not store.check([key]):
+            if (fault := self._told()) is not None:
+                raise RuntimeError(fault)
             time.sleep(_POLL_S)

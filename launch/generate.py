@@ -83,7 +83,7 @@ def _run(config: Config, words: Sequence[str], environment: Mapping[str, str] | 
     if environment is not None and not files.source.rereadable:
         raise ValueError("input=- is read once, by one rank; give a file, or start one rank.")
     team = None if environment is None else Team(config, environment, logger.info)
-    crew = Single() if team is None else Several(team.ranks)
+    crew = Single() if team is None else Several(team.ranks, team.faults.told)
     monitor = Monitor(config, words, rank=rank)
     job = JobRun(config, files, crew, monitor, stop)
     try:

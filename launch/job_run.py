@@ -96,7 +96,7 @@ class JobRun:
             failed = put_together(self._files.run, fingerprint, ledger)
             if len(ends) > 1:
                 logger.info("lines of each rank: %s", ", ".join(str(each.lines_done) for each in ends))
-        self._crew.wait_for_first()
+        self._crew.wait_for_first("output")
         num_done = ledger.num_done + sum(each.lines_done for each in ends)
         return JobEnd(self._report(ends, num_done if stopped else ledger.seen, failed), stopped)
 
@@ -110,6 +110,7 @@ class JobRun:
             for note in kept_errors(files.run, start.ledger):
                 self._monitor.error(note)
             found = (Start(start.run, start.ledger.for_ranks(), start.whole), fingerprint)
+        self._crew.wait_for_first("begin")
         self._start, fingerprint = self._crew.gather(found)[0]
         return fingerprint
 

@@ -49,8 +49,9 @@ def check_restarts(folder: Path, kills: int, num_lines: int, launcher: list[str]
     assert not list(folder.glob("*.journal-*"))
 
 
+@pytest.mark.timeout(900)
 def test_three_lost_ranks_are_restarted_and_the_job_is_whole(tmp_path: Path) -> None:
-    check_restarts(tmp_path, 3, 40, ["-m", "tests.restarted_job"])
+    check_restarts(tmp_path, 3, 24, ["-m", "tests.restarted_job"])
 
 
 @pytest.mark.chaos
