@@ -9,12 +9,11 @@ import torch
 
 from kernels.attention_merge import merge_attention, merge_attention_triton
 from kernels.attention_prefill import (
-    _prefill_kernel,
-    _prefill_tile,
     attention_prefill,
     attention_prefill_reference,
     attention_prefill_triton,
 )
+from kernels.attention_prefill_tiles import _prefill_kernel, prefill_tile
 from tests.aot import ARCHS, aot, compile_ahead
 from tests.compare import assert_same_bits, max_rel
 from tests.paged_cache import assert_accurate, dense_attention, draw, index, paged_cache, starts
@@ -270,7 +269,7 @@ def test_kernels_compile_ahead_of_time(arch, dtype, width, cached):
     }
     sizes = {"GROUP": 8, "PACK": 8, "PAGE": 16, "WIDTH": width, "VALUE_WIDTH": min(width, 128)}
     sizes |= {"WINDOW": 0 if width == 192 else 4096, "PDL": arch >= 90}
-    tile = _prefill_tile(DTYPES[dtype], width, min(width, 128), arch // 10)
+    tile = prefill_tile(DTYPES[dtype], width, min(width, 128), arch // 10)
     blocks = {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_C": tile.block_k, "BLOCK_V": 128}
     args = {**pointers, **indices, **numbers, **strides, **sizes, **blocks, "BLOCK_REST": 64 if width == 192 else 16}
     options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}

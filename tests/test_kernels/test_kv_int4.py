@@ -60,6 +60,11 @@ GQA = [
     pytest.param(17, 6, 2, 34, 0, [3, 255, 257], id="odd-page-odd-halves-around-a-split"),
     pytest.param(16, 2, 1, 64, 20, [5, 21, 300], id="window-across-splits"),
 ]
+PREFILL = [
+    pytest.param(16, 4, 2, 32, 0, [1, 0, 63, 65], id="around-a-tile"),
+    pytest.param(17, 3, 1, 34, 0, [3, 70], id="odd-page-odd-halves-odd-group"),
+    pytest.param(16, 2, 1, 64, 20, [5, 21, 100], id="window-across-tiles"),
+]
 LARGE = pytest.param(16, 32, 4, 128, 0, [1, 100, 1025, 3000], id="qwen3", marks=pytest.mark.gpu)
 
 
@@ -107,7 +112,7 @@ def prefill(attend: Any, queries: list[Tensor], cache: PagedCache, scales: Int4S
     )
 
 
-@pytest.mark.parametrize(("page", "heads", "kv_heads", "width", "window", "lens"), [*GQA, LARGE])
+@pytest.mark.parametrize(("page", "heads", "kv_heads", "width", "window", "lens"), [*PREFILL, LARGE])
 def test_prefill(backend, page, heads, kv_heads, width, window, lens):
     cache, scales = case(page, kv_heads, width, lens, backend.dtype, backend.device)
     queries = [draw(n, heads, width, dtype=backend.dtype, device=backend.device, seed=b) for b, n in enumerate(lens)]
