@@ -102,7 +102,7 @@ def _charts(metrics: Mapping[str, Any]) -> list[dict[str, Any]]:
         return []
 
     def rate(name: str) -> list[float]:
-        return _rates(seconds, series[name])
+        return rates(seconds, series[name], series["bucket_s"] / 2)
 
     charts: list[tuple[str, list[Line], bool]] = [
         ("Output tokens/s", [Line("generated", rate("output_tokens"), filled=True)], False),
@@ -130,10 +130,21 @@ def _charts(metrics: Mapping[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
-def _rates(seconds: Sequence[float], counts: Sequence[float]) -> list[float]:
-    """Growth per second from sample to sample; the count at second 0 is 0."""
-    pairs = zip([0.0, *seconds], seconds, [0, *counts], counts)
-    return [(after - before) / (end - begin) if end > begin else 0.0 for begin, end, before, after in pairs]
+def rates(seconds: Sequence[float], counts: Sequence[float], over_s: float) -> list[float]:
+    """Growth per second at each sample, over the `over_s` before it or a little more, so that two samples close to each
+    other make no peak. The count at second 0 is 0.
+
+    >>> rates([1.0, 2.0, 2.25], [10, 30, 35], over_s=0.5)
+    [10.0, 20.0, 20.0]
+    """
+    times, values = [0.0, *seconds], [0, *counts]
+    found, before = [], 0
+    for place in range(1, len(times)):
+        while before + 1 < place and times[place] - times[before + 1] >= over_s:
+            before += 1
+        took = times[place] - times[before]
+        found.append((values[place] - values[before]) / took if took > 0 else 0.0)
+    return found
 
 
 def _times(latencies: Mapping[str, Any]) -> list[dict[str, Any]]:
