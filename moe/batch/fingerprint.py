@@ -48,7 +48,8 @@ def job_fingerprint(config: Config, source: Mapping[str, str]) -> dict[str, str]
     found["model's other files"] = _digest(_small_files(folder))
     if config.tokenizer is not None:
         found["tokenizer's files"] = _digest(_small_files(resolve_model(config.tokenizer, None)))
-    found["job.chat_template"] = _template(config.job.chat_template)
+    found["job.chat_template"] = _content(config.job.chat_template)
+    found["cache.scales"] = _content(config.cache.scales)
     found["device"] = _device(config)
     found["sortyard"] = __version__
     return {**source, **found, **{name: _version(name) for name in LIBRARIES}}
@@ -78,8 +79,8 @@ def _small_files(folder: Path) -> Iterable[bytes]:
             yield path.read_bytes()
 
 
-def _template(given: str | None) -> str:
-    """A template's content, whether it is given as a file or as its text."""
+def _content(given: str | None) -> str:
+    """What was given as a file, or as its text."""
     if given is None:
         return "null"
     try:
