@@ -104,12 +104,15 @@ def in_a_step(strike: Callable[[], None]) -> None:
 def while_merging(strike: Callable[[], None]) -> None:
     """When all lines are answered: the first rank puts the output together, the others wait for it."""
 
-    def failing(*args: Any) -> Any:
-        if os.environ["RANK"] != "0":
-            wait_for(Path("merging").exists)
-        strike()
+    wait_for_first = Several.wait_for_first
 
-    launch.job_run.put_together = failing
+    def failing(crew: Several, what: str) -> None:
+        if what != "output":
+            return wait_for_first(crew, what)
+        wait_for(Path("merging").exists)
+        return strike()
+
+    launch.job_run.put_together = lambda *_: strike()
     Several.wait_for_first = failing
 
 
