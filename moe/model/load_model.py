@@ -110,8 +110,8 @@ def first_placements(config: ModelConfig, balance: BalanceConfig, num_ranks: int
         redundant = 0
     elif redundant > most:
         raise ValueError(
-            f"balance.redundant_experts={redundant} exceeds {most}, with which each of the {num_ranks} ranks could hold "
-            f"every one of the {config.moe.num_experts} experts; lower it."
+            f"balance.redundant_experts={redundant} exceeds {most}, with which each of the {num_ranks} ranks could "
+            f"hold every one of the {config.moe.num_experts} experts; lower it."
         )
     placement = Placement.contiguous(config.moe.num_experts, num_ranks, redundant)
     return dict.fromkeys(config.layers_with_experts or (0,), placement)
