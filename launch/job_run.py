@@ -226,4 +226,5 @@ def open_journal(files: JobFiles, header: Header) -> JournalWriter:
 
 
 def device_name(device: torch.device) -> str:
+    """What a person calls it: the card's model, or cpu."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
