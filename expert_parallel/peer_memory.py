@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch._C._distributed_c10d import _SymmetricMemory
 from torch.distributed._symmetric_memory import rendezvous
 
 from expert_parallel.group import ExpertGroup
@@ -91,6 +92,4 @@ def symmetric_memory(group: ExpertGroup, layout: PeerLayout, device: torch.devic
 
 def _empty(num_bytes: int, device: torch.device) -> Tensor:
     """Not by symm_mem.empty: newer torch takes that out of a shared pool, where the address is not the mapping's."""
-    from torch._C._distributed_c10d import _SymmetricMemory
-
     return _SymmetricMemory.empty_strided_p2p((num_bytes,), (1,), torch.uint8, device)

@@ -71,7 +71,8 @@ def test_defaults_pass() -> None:
         ({"parallel__overlap": "yes"}, "parallel.overlap='yes' is unknown; give auto or none or shared or halves."),
         (
             {"parallel__overlap_rows": 64},
-            "steps are split in halves, which parallel.overlap=auto never does; leave it out, or give parallel.overlap=halves",
+            "steps are split in halves, which parallel.overlap=auto never does; leave it out, or give "
+            "parallel.overlap=halves",
         ),
         ({"parallel__overlap": "halves", "parallel__overlap_rows": 1}, "parallel.overlap_rows=1 is out of range"),
         ({"cache__block_size": 512}, "cache.block_size=512 is out of range; give a value from 1 to 256."),
