@@ -184,7 +184,8 @@ def _check_job(config: Config) -> None:
     _number("job.shards", config.job.shards, 1, 99_999)
     if config.job.retry_errors and config.job.resume_mode == "never":
         raise ValueError(
-            "job.retry_errors=true is about an unfinished run, with which job.resume=never does not go on; leave one out."
+            "job.retry_errors=true is about an unfinished run, which job.resume=never does not go on with; leave out "
+            "one of them."
         )
     _check_input(config)
     _number("job.report_every_s", config.job.report_every_s, 0, low_open=True)
