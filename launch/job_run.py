@@ -27,8 +27,9 @@ from moe.batch.lines import BadLine, Line
 from moe.batch.monitor import ErrorLog, Monitor
 from moe.batch.order import in_runs
 from moe.batch.output import put_together
+from moe.batch.output_lock import output_lock
 from moe.batch.report import JobReport, Progress
-from moe.batch.resume import Start, begin_run, kept_errors
+from moe.batch.resume import Start, begin_run, kept_errors, made_from
 from moe.batch.run_files import Mark
 from moe.batch.sources import job_lines
 from moe.engine.engine import Engine
@@ -80,6 +81,10 @@ class JobRun:
     def run(self, console: Console, *, restarted: bool) -> JobEnd:
         """Answer this rank's lines, in step with the others; the output is whole when it returns without a stop.
         `restarted`: torchrun has started the ranks again after a fault."""
+        with output_lock(self._files.run) if self._crew.rank == 0 else contextlib.nullcontext():
+            return self._run(console, restarted=restarted)
+
+    def _run(self, console: Console, *, restarted: bool) -> JobEnd:
         fingerprint = self._begin(restarted=restarted)
         if self._start.whole is not None:
             return JobEnd(whole=self._start.whole)
@@ -93,7 +98,7 @@ class JobRun:
         stopped = max(each.stopped for each in ends)
         ledger, failed = self._start.ledger, sum(each.errors.counts.total() for each in ends)
         if not stopped and self._crew.rank == 0:
-            failed = put_together(self._files.run, fingerprint, ledger)
+            failed = put_together(self._files.run, made_from(fingerprint, self._config.job), ledger)
             if len(ends) > 1:
                 logger.info("lines of each rank: %s", ", ".join(str(each.lines_done) for each in ends))
         self._crew.wait_for_first("output")
@@ -106,7 +111,14 @@ class JobRun:
         if self._crew.rank == 0:
             files, job = self._files, self._config.job
             fingerprint = job_fingerprint(self._config, files.source.identity())
-            start = begin_run(files.run, fingerprint, job, overwrite=files.overwrite, restarted=restarted)
+            start = begin_run(
+                files.run,
+                fingerprint,
+                job,
+                overwrite=files.overwrite,
+                restarted=restarted,
+                rereadable=files.source.rereadable,
+            )
             for note in kept_errors(files.run, start.ledger):
                 self._monitor.error(note)
             found = (Start(start.run, start.ledger.for_ranks(), start.whole), fingerprint)

@@ -56,8 +56,9 @@ def _default_output(config: Config, source: Source) -> Path:
 
 
 def _check_output(output: Path, source: Source, run: RunFiles) -> None:
-    if os.path.isdir(output):
-        raise ValueError(f"output={output} is a folder; give the name of a file in it.")
+    for final in (output, *run.finals):
+        if os.path.isdir(final):
+            raise ValueError(f"output={final} is a folder; give the name of a file in it.")
     if os.path.exists(output) and not os.path.isfile(output):
         raise ValueError(
             f"output={output} is a pipe or a device, but records are moved into place when all are there; give the "

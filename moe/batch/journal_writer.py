@@ -16,6 +16,7 @@ from pathlib import Path
 from types import TracebackType
 
 from moe.batch.journal import ANSWERED, Header, frame, header_frame
+from moe.batch.run_files import sync_folder
 
 GATHER_S = 0.05
 SYNC_S = 1.0
@@ -31,13 +32,14 @@ class JournalWriter:
         self.num_records = 0
         self._num_bytes = 0  # gathered and not yet written
         self._gathered: list[bytes] = []
-        self._error: OSError | None = None
+        self._error: Exception | None = None
         self._closing = False
         self._closed = False
         self._changed = threading.Condition()
         self._file = _create(path)
         self._write(header_frame(header))
         os.fsync(self._file)
+        sync_folder(path.parent)
         self._thread = threading.Thread(target=self._run, name="journal", daemon=True)
         self._thread.start()
 
@@ -95,9 +97,9 @@ class JournalWriter:
                     synced_at, unsynced = time.monotonic(), False
                 if closing:
                     return
-        except OSError as error:
+        except Exception as error:  # whatever it is: `append` would wait for this thread for ever
             with self._changed:
-                self._error = _write_error(error, self.path)
+                self._error = _write_error(error, self.path) if isinstance(error, OSError) else error
                 self._changed.notify_all()
 
     def _write(self, content: bytes) -> None:
@@ -131,8 +133,8 @@ def is_being_written(path: Path) -> bool:
 def _create(path: Path) -> int:
     """A new file, locked. OSError where it cannot be made."""
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-    with contextlib.suppress(OSError):
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    with contextlib.suppress(OSError):  # where the file system knows no locks
+        fcntl.flock(file, fcntl.LOCK_EX)  # waits for who only looks whether somebody holds it
     return file
 
 

@@ -23,7 +23,7 @@ OFFSET_BITS = 44
 
 def line_digest(line: Line | BadLine) -> int:
     """What tells this line from another with its number: a checksum of all that was read of it."""
-    content = line.reason if isinstance(line, BadLine) else repr(line.record)
+    content = f"{line.reason} {line.record!r}" if isinstance(line, BadLine) else repr(line.record)
     return zlib.crc32(content.encode("utf-8", "surrogatepass"))
 
 

@@ -6,6 +6,7 @@ name, synced, and moved into place when all of them are whole (run_files.py).
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 from collections.abc import Iterator
@@ -62,8 +63,10 @@ def put_together(files: RunFiles, fingerprint: dict[str, str], seen: Ledger) -> 
         for index, final in enumerate(files.finals):
             size = seen.seen * (index + 1) // shards - seen.seen * index // shards
             try:
-                num_records += _write(files.partial_of(final), reader.at(islice(places, size)))
+                num_records += _write(_writer_of(files, final), reader.at(islice(places, size)))
             except OSError as error:
+                with contextlib.suppress(OSError):
+                    files.drop_partials()  # all can be made again, and others may need the space
                 reason = "the disk is full" if error.errno == errno.ENOSPC else error.strerror or str(error)
                 raise OSError(
                     error.errno,
@@ -80,8 +83,13 @@ def put_together(files: RunFiles, fingerprint: dict[str, str], seen: Ledger) -> 
     return failed
 
 
-def _write(path: Path, entries: Iterator[Entry]) -> int:
-    writer: OutputWriter = ParquetOutput(path) if is_parquet(path.with_suffix("")) else LineOutput(path)
+def _writer_of(files: RunFiles, final: Path) -> OutputWriter:
+    """Of the form that the user's own name asks for, whatever it is a link to."""
+    path = files.partial_of(final)
+    return ParquetOutput(path) if is_parquet(files.output) else LineOutput(path)
+
+
+def _write(writer: OutputWriter, entries: Iterator[Entry]) -> int:
     count = 0
     try:
         for entry in entries:

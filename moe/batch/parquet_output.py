@@ -76,7 +76,7 @@ def row_of(record: dict[str, Any], raw: bytes) -> dict[str, Any]:
     row["id"] = _id(record.get("custom_id") if "custom_id" in record else record.get("id"))
     error = record.get("error")
     if error is not None:
-        return row | {"error_type": error.get("type", error.get("code")), "error": error["message"]}
+        return row | {"error_type": error.get("type", error.get("code")), "error": _text(error["message"])}
     if "custom_id" not in record:
         sample = record.get("outputs", [record])[0]
         row |= {"text": sample["text"], "finish_reason": sample["finish_reason"]}
@@ -90,4 +90,11 @@ def row_of(record: dict[str, Any], raw: bytes) -> dict[str, Any]:
 
 def _id(value: Any) -> str | None:
     """Ids of any JSON type in one column: a text as it is, anything else as JSON."""
-    return value if value is None or isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    if value is None:
+        return None
+    return _text(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
+
+
+def _text(value: str) -> str:
+    """Half of a surrogate pair, from the id of a line that could not be read or the name of a file, is no UTF-8."""
+    return value.encode("utf-8", "backslashreplace").decode("utf-8")

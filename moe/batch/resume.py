@@ -16,11 +16,10 @@ from moe.batch.journal import Header, JournalReader, RecordReader
 from moe.batch.journal_writer import is_being_written
 from moe.batch.ledger import Ledger
 from moe.batch.monitor import ErrorNote
+from moe.batch.output_lock import PATIENCE_S
 from moe.batch.records import error_of
 from moe.batch.run_files import JournalFile, Mark, RunFiles
 
-PATIENCE_S = 20.0
-"""How long a run waits for the one before it to be gone: a killed process may take so long to give its memory back."""
 SHOWN_KEYS = 8
 
 logger = logging.getLogger(__name__)
@@ -36,22 +35,37 @@ class Start:
     whole: Mark | None = None
 
 
+def made_from(fingerprint: Mapping[str, str], job: JobConfig) -> dict[str, str]:
+    """What a whole output follows from: the answers' fingerprint, and how much of the input it answers."""
+    return {**fingerprint, "job.limit": json.dumps(job.limit)}
+
+
 def begin_run(
-    files: RunFiles, fingerprint: dict[str, str], job: JobConfig, *, overwrite: bool, restarted: bool = False
+    files: RunFiles,
+    fingerprint: dict[str, str],
+    job: JobConfig,
+    *,
+    overwrite: bool,
+    restarted: bool = False,
+    rereadable: bool = True,
 ) -> Start:
-    """Decide, and clear away what is of no use any more. ValueError where the user must decide first.
+    """Decide, and clear away what is of no use any more. ValueError where the user must decide first. The caller holds
+    the output's lock.
 
     `overwrite`: an output, or an unfinished run of other settings, may be replaced. `restarted`: what is there,
     unfinished or whole, is of an earlier attempt of this very launch; it is kept whatever was asked of older runs.
+    `rereadable`: the fingerprint knows what the input holds; else nobody can say that an output answers it.
     """
+    made = made_from(fingerprint, job)
     mode = "auto" if restarted and job.resume_mode == "never" else job.resume_mode
     _wait_for_writers(files, files.journals())
     if mode == "never" and overwrite:
         files.drop_journals()
     journals = files.journals()
-    mark = files.mark()
-    kept = mode != "never" and (restarted or not overwrite)
-    if kept and mark is not None and mark.fingerprint == fingerprint:
+    mark = files.mark() if rereadable else None
+    # A mark goes before the first journal is made: journals beside a whole output are its own, and on their way out.
+    kept = mode != "never" and (restarted or not overwrite or bool(journals))
+    if kept and mark is not None and mark.fingerprint == made:
         files.drop_journals()
         return Start(whole=mark)
     headers: dict[JournalFile, Header] = {}
@@ -69,12 +83,13 @@ def begin_run(
                 f"job.resume=require: beside output={files.output} there is no unfinished run; give the output of one, "
                 "or job.resume=auto."
             )
-        _refuse_output(files, fingerprint, overwrite=overwrite)
+        _refuse_output(files, made, overwrite=overwrite)
         files.drop_journals()
+        files.drop_mark()
         return Start()
     promised = files.promised()
-    if promised is None or promised.fingerprint != fingerprint:  # else a crash between the moves: they are ours
-        _refuse_output(files, fingerprint, overwrite=overwrite)
+    if promised is None or promised.fingerprint != made:  # else a crash between the moves: they are ours
+        _refuse_output(files, made, overwrite=overwrite)
     return _resume(list(headers), job)
 
 
@@ -132,14 +147,28 @@ def kept_errors(files: RunFiles, ledger: Ledger) -> Iterator[ErrorNote]:
             yield ErrorNote(entry.number, None, line_id, entry.kind, message)
 
 
-def _refuse_output(files: RunFiles, fingerprint: dict[str, str], *, overwrite: bool) -> None:
+def _refuse_output(files: RunFiles, made: dict[str, str], *, overwrite: bool) -> None:
     existing = [path for path in files.existing() if overwrite is False and path.stat().st_size > 0]
     if not existing:
         return
-    mark = files.mark()
-    made = "" if mark is None else f" and was made with other settings: {differing(mark.fingerprint, fingerprint)}"
-    name = files.output if len(files.finals) == 1 else existing[0]
-    raise ValueError(f"output={name} exists{made}; give another name, or job.overwrite=true to replace it.")
+    name = files.output if existing == files.finals[:1] else existing[0]
+    raise ValueError(
+        f"output={name} exists{_difference(files, made)}; give another name, or job.overwrite=true to replace it."
+    )
+
+
+def _difference(files: RunFiles, made: dict[str, str]) -> str:
+    """How the output that is there differs from the one that is asked for, as far as its mark says."""
+    mark = files.promised()
+    if mark is None:
+        return ""
+    if mark.sizes.keys() != {final.name for final in files.finals}:
+        return f" and was made with job.shards={len(mark.sizes)}"
+    if files.mark() is None:  # somebody touched it
+        return ""
+    if differs := differing(mark.fingerprint, made):
+        return f" and was made with other settings: {differs}"
+    return ", whole; whether it answers what the input holds now, as of standard input, cannot be told"
 
 
 def _resume(journals: list[JournalFile], job: JobConfig) -> Start:

@@ -3,6 +3,7 @@
     answers.jsonl.journal-1-rank-0     what rank 0 of the first run finished, as it finished (journal.py)
     answers.jsonl.journal-2-rank-0     the same of the run that went on after it
     answers.jsonl.partial              the output while it is put together
+    answers.jsonl.lock                 held by the run that is alive (output_lock.py)
     answers.jsonl.job.json             the mark of a whole output: its size, and what it was made from
     answers.jsonl                      the output, moved here when it is whole; then the journals go
 
@@ -51,6 +52,7 @@ class RunFiles:
                 self.base.with_name(f"{stem}-{index:05}-of-{shards:05}{suffix}") for index in range(1, shards + 1)
             ]
         self.mark_path = self.base.with_name(f"{self.base.name}.job.json")
+        self.lock_path = self.base.with_name(f"{self.base.name}.lock")
         self._journal_name = re.compile(re.escape(self.base.name) + r"\.journal-(\d+)-rank-(\d+)")
 
     def partial_of(self, final: Path) -> Path:
@@ -72,12 +74,17 @@ class RunFiles:
         return self.output.with_name(final.name) if len(self.finals) > 1 else self.output
 
     def existing(self) -> list[Path]:
-        """The files of the output that are there."""
-        return [final for final in self.finals if os.path.lexists(final)]
+        """The files of the output that are there: by the names of now, and by those of the mark (other shards)."""
+        mark = self.promised()
+        marked = [] if mark is None else [self.base.with_name(name) for name in mark.sizes]
+        return [final for final in dict.fromkeys((*self.finals, *marked)) if os.path.lexists(final)]
 
     def mark(self) -> Mark | None:
-        """What the output was made from, where a run made all of it and nobody touched it since."""
+        """What the output was made from, where a run made all of it and nobody touched it since. A part that was not
+        moved yet says that what stands in its place is older, though it may have the same size."""
         mark = self.promised()
+        if any(os.path.lexists(self.partial_of(final)) for final in self.finals):
+            return None
         try:
             sizes = {final.name: final.stat().st_size for final in self.finals}
         except OSError:
@@ -104,16 +111,31 @@ class RunFiles:
         os.replace(fresh, self.mark_path)
         for final in self.finals:
             os.replace(self.partial_of(final), final)
-        folder = os.open(self.base.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        sync_folder(self.base.parent)
         self.drop_journals()
+
+    def drop_mark(self) -> None:
+        """What is there, if anything, is to be replaced: from now on a mark is that of the run that begins."""
+        if os.path.lexists(self.mark_path):
+            self.mark_path.unlink()
+            sync_folder(self.base.parent)
 
     def drop_journals(self) -> None:
         """Remove what unfinished runs left, and parts of an output."""
         for journal in self.journals():
             journal.path.unlink(missing_ok=True)
+        self.drop_partials()
+
+    def drop_partials(self) -> None:
+        """Remove parts of an output."""
         for final in (*self.finals, self.mark_path):
             self.partial_of(final).unlink(missing_ok=True)
+
+
+def sync_folder(folder: Path) -> None:
+    """Names in it outlive a loss of power."""
+    file = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)

@@ -15,7 +15,7 @@ from moe.batch.journal_writer import JournalWriter
 from moe.batch.ledger import Ledger
 from moe.batch.output import put_together
 from moe.batch.report import Progress
-from moe.batch.resume import begin_run
+from moe.batch.resume import begin_run, made_from
 from moe.batch.run_files import RunFiles
 from moe.batch.sources import Source, job_lines
 from moe.engine.request import CompletionOutput, Logprob, Request, RequestOutput
@@ -130,7 +130,7 @@ def run_job(
     with JournalWriter(files.journal_path(start.run, 0), Header(start.run, 0, fingerprint)) as journal:
         job.run(lines, journal, on_step, stop)
     if not job.stopped:
-        put_together(files, fingerprint, start.ledger)
+        put_together(files, made_from(fingerprint, config.job), start.ledger)
     return job, start.ledger
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from configs.schema import Config
+from configs.schema import Config, JobConfig
 from moe.batch.job_files import job_files
 from moe.batch.run_files import RunFiles
 
@@ -28,6 +28,9 @@ def test_names_by_default_and_what_is_refused(tmp_path: Path, monkeypatch: pytes
     with pytest.raises(ValueError, match="is the input file"):
         job_files(config)
     config.output = str(tmp_path)
+    (tmp_path / "o-00002-of-00002.jsonl").mkdir()
+    with pytest.raises(ValueError, match=r"o-00002-of-00002.jsonl is a folder"):  # found now, not at the job's end
+        job_files(Config(input=str(source), output=str(tmp_path / "o.jsonl"), job=JobConfig(shards=2)))
     with pytest.raises(ValueError, match="is a folder"):
         job_files(config)
     config.input = "missing.jsonl"

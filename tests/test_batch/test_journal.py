@@ -198,6 +198,21 @@ def test_c37_a_disk_that_says_no_is_told_once_and_what_was_written_is_whole(
     assert numbers(path) == [1]  # half of the second is there, and is no record
 
 
+def test_no_fault_of_the_writing_is_waited_for_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journal_writer, "MAX_GATHERED_BYTES", 100)
+    journal = JournalWriter(tmp_path / "j", HEADER)
+
+    def failing(file: int, data: Any) -> int:
+        raise MemoryError
+
+    with monkeypatch.context() as patch, pytest.raises(MemoryError):
+        patch.setattr(os, "write", failing)
+        for number in range(1, 1000):
+            journal.append(number, 0, b"x" * 50 + b"\n")
+    with pytest.raises(MemoryError):
+        journal.close()
+
+
 def test_a_slow_disk_holds_the_answers_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(journal_writer, "MAX_GATHERED_BYTES", 1000)
     gathered: list[int] = []

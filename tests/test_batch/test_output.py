@@ -61,6 +61,24 @@ def test_parquet_holds_the_records_and_what_they_share(tmp_path: Path, monkeypat
     assert parquet.ParquetFile(tmp_path / "out.parquet").num_row_groups == 3
 
 
+def test_parquet_takes_what_is_no_utf8(tmp_path: Path) -> None:
+    """Half of a surrogate pair in the id of a line that is refused: one cell must not cost the whole output."""
+    parquet = pytest.importorskip("pyarrow.parquet")
+    config = config_of(tmp_path, {"id": "a", "prompt": "x"}, name="out.parquet")
+    with (tmp_path / "in.jsonl").open("ab") as file:
+        file.write(rb'{"id": "\ud800", "prompt": NaN}' + b"\n" + rb'{"id": ["\ud800"], "prompt": NaN}' + b"\n")
+    run_job(config)
+    table = parquet.read_table(tmp_path / "out.parquet")
+    assert table.column("id").to_pylist() == ["a", r"\ud800", r'["\ud800"]']
+
+
+def test_the_form_is_that_of_the_name_not_of_what_it_links_to(tmp_path: Path) -> None:
+    config = config_of(tmp_path, {"id": "a", "prompt": "x"}, name="out.jsonl")
+    (tmp_path / "out.jsonl").symlink_to(tmp_path / "data.parquet")
+    run_job(config)
+    assert read_jsonl(tmp_path / "data.parquet")[0]["id"] == "a" and (tmp_path / "out.jsonl").is_symlink()
+
+
 def test_parquet_without_its_package_is_told_before_anything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "pyarrow.parquet", None)
     with pytest.raises(ValueError, match=r"out.parquet asks for Parquet, which needs the package pyarrow; install"):
@@ -78,7 +96,7 @@ def test_c37_a_disk_full_at_the_end_costs_nothing(tmp_path: Path, monkeypatch: p
     with monkeypatch.context() as patch, pytest.raises(OSError, match="the disk is full while the output is put toget"):
         patch.setattr(output, "LineOutput", Full)
         run_job(config)
-    assert not (tmp_path / "out.jsonl").exists()
+    assert not (tmp_path / "out.jsonl").exists() and not list(tmp_path.glob("*.partial"))
     engine = FakeEngine()
     _, ledger = run_job(config, engine)
     assert ledger.kept == 5 and not engine.requests and len(read_jsonl(tmp_path / "out.jsonl")) == 5

@@ -161,7 +161,6 @@ def test_a_whole_output_is_nothing_to_do_for_the_same_job_and_protected_from_ano
     assert start.whole is not None and (start.whole.lines, start.whole.failed) == (6, 0)
     with pytest.raises(ValueError, match=r"exists and was made with other settings: model=demo there, x now"):
         begin_run(files, {**PRINT, "model": "x"}, config.job, overwrite=False)
-    assert begin_run(files, PRINT, config.job, overwrite=True).whole is None
     assert begin_run(files, PRINT, config.job, overwrite=True, restarted=True).whole is not None
     (tmp_path / "out.jsonl").write_bytes(content[:-10])  # somebody touched it
     with pytest.raises(ValueError, match=r"out.jsonl exists; give another name, or job.overwrite=true"):
@@ -240,6 +239,7 @@ def test_c47_an_answer_belongs_to_its_line_not_to_its_number(tmp_path: Path) -> 
     ]
     assert line_digest(Line(1, {"a": 1})) == line_digest(Line(2, {"a": 1})) != line_digest(Line(1, {"a": 2}))
     assert line_digest(BadLine(1, "x")) != line_digest(BadLine(1, "y"))
+    assert line_digest(BadLine(1, "x", {"id": "a"})) != line_digest(BadLine(1, "x", {"id": "b"}))  # records say the id
 
 
 def test_a_shorter_input_leaves_what_it_lacks_out(tmp_path: Path) -> None:
