@@ -15,7 +15,8 @@ many rows, agreed on beforehand; who has fewer fills up with rows whose ids are 
 The row cap allows capacity = row_cap / (ranks x K) tokens of each rank in a round, of which all K pairs may meet on one
 rank; more tokens take more rounds, the same number everywhere. Buffers are made for the first dispatch: the largest
 step is run before memory is planned. A second set is made when a dispatch first comes before the combine of another
-(half-steps that overlap, each on its own stream). A wait ends after `timeout_s`, and `check` then says for whom.
+(half-steps that overlap, each on its own stream; each stays with its set in all its rounds, since only the order of one
+stream says that what a set held was read). A wait ends after `timeout_s`, and `check` then says for whom.
 """
 
 from __future__ import annotations
@@ -56,6 +57,7 @@ class _Buffers:
     returned: WayState
     ones_BK: Tensor  # what sums weigh that have come home
     in_use: bool = False
+    stream: Any = None  # of the last round
 
     @property
     def num_bytes(self) -> int:
@@ -196,8 +198,11 @@ class OneSidedDispatcher(GroupDispatcher):
         return PeerLayout(self.group.size, capacity, width, self.top_k, row_dtype, dtype, sums)
 
     def _free_buffers(self, x_TD: Tensor) -> _Buffers:
-        """The first set that no handle holds, made if need be. Ranks make the same calls, so all take the same one."""
-        free = next((buffers for buffers in self._sets if not buffers.in_use), None)
+        """A set that no handle holds, made if need be: that of this stream's last round, else the first. Ranks make the
+        same calls, on streams of the same parts, so all take the same one."""
+        stream = _current_stream(self.device)
+        unheld = [buffers for buffers in self._sets if not buffers.in_use]
+        free = next((buffers for buffers in unheld if buffers.stream == stream), unheld[0] if unheld else None)
         if free is None:
             assert len(self._sets) < _MOST_SETS, f"{_MOST_SETS} rounds are under way; combine one of them first"
             first = self._sets[0].layout if self._sets else None
@@ -207,7 +212,7 @@ class OneSidedDispatcher(GroupDispatcher):
             ones_BK = torch.ones(layout.capacity, self.top_k, device=self.device)
             free = _Buffers(layout, peers, *new_states(layout.num_ranks, self.device), ones_BK)
             self._sets.append(free)
-        free.in_use = True
+        free.in_use, free.stream = True, stream
         return free
 
     def _check_same_layout(self, layout: PeerLayout) -> None:
@@ -216,3 +221,8 @@ class OneSidedDispatcher(GroupDispatcher):
         if len(set(layouts)) > 1:
             each = "; ".join(f"rank {rank}: {other}" for rank, other in enumerate(layouts))
             raise RuntimeError(f"one_sided: ranks would make different buffers: {each}")
+
+
+def _current_stream(device: torch.device) -> Any:
+    """On which kernels are launched; the CPU has none."""
+    return torch.cuda.current_stream(device) if device.type == "cuda" else None

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from expert_parallel import one_sided
 from expert_parallel.group import ExpertGroup
 from expert_parallel.one_sided import OneSidedDispatcher
 from expert_parallel.placement import Placement
@@ -225,6 +226,39 @@ def test_two_rounds_may_be_open(tmp_path: Path) -> None:
         for seed, out_TD in enumerate(outs):
             expected_TD = expected_bits(case_named(UNEVEN.case), rank, 2, torch.float32, padded=True, seed=seed)
             assert_same_bits(out_TD, expected_TD)
+
+
+def rounds_on_two_streams(rank: int, num_ranks: int, folder: Path) -> list[bool]:
+    """Whether each half goes on in the set it began with, though the other's is free: what that holds may still be read
+    on the other stream."""
+    case = case_named(UNEVEN.case)
+    streams = ["main"]
+    one_sided._current_stream = lambda device: streams[-1]
+    dispatcher = dispatcher_of(folder, world(rank, num_ranks), case, UNEVEN)
+    batch = make_batch(case, rank, num_ranks, torch.float32, padded=True)
+    experts = make_experts(case.placement(case.num_experts, num_ranks).experts_of(rank), torch.float32)
+    same = []
+    for _ in range(2):
+        begun = {}
+        for half in ("main", "side"):
+            streams.append(half)
+            begun[half] = dispatcher.dispatch(*batch)
+        for half in ("main", "side"):
+            streams.append(half)
+            dispatcher.combine(experts(begun[half]), begun[half].handle)
+        for half in ("side", "main"):
+            streams.append(half)
+            more = dispatcher.dispatch(*batch)
+            dispatcher.combine(experts(more), more.handle)
+            same.append(more.handle.buffers is begun[half].handle.buffers)
+    streams.append("a graph's own")
+    whole = dispatcher.dispatch(*batch)
+    dispatcher.combine(experts(whole), whole.handle)
+    return [*same, whole.handle.buffers is dispatcher._sets[0], len(dispatcher._sets) == 2]
+
+
+def test_each_half_stays_with_its_buffers_in_all_rounds(tmp_path: Path) -> None:
+    assert run_ranks(rounds_on_two_streams, 1, tmp_path) == [[True] * 6]
 
 
 def move_experts(rank: int, num_ranks: int, folder: Path) -> list[Tensor]:
