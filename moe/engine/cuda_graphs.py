@@ -81,6 +81,12 @@ class DecodeGraphs:
     def num_graphs(self) -> int:
         return len(self._graphs)
 
+    def close(self) -> None:
+        """Free all graphs, when the last step is done: NCCL ends no group of which a graph still holds a collective."""
+        if self._graphs:
+            torch.cuda.synchronize(self.device)
+        self._graphs.clear()
+
     def draw(self, rows_4B: np.ndarray, most_rows: int = 0, max_kv_len: int = 0) -> Tensor:
         """Drawn ids int64 [B] of the rows, in their order. Overwritten by the next call.
 
@@ -182,7 +188,8 @@ class DecodeGraphs:
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
         # Not torch.cuda.graph: it empties the allocator's cache, which is seconds over a whole ladder.
         with torch.cuda.stream(self._stream):
-            graph.capture_begin(pool=self._memory)
+            # Other threads may ask the device meanwhile, as NCCL's watchdog does about collectives launched before.
+            graph.capture_begin(pool=self._memory, capture_error_mode="thread_local")
             try:
                 self._run(size, bound, wants_logits=wants_logits)
             finally:

@@ -229,9 +229,11 @@ class Engine:
         return self.stats
 
     def conclude(self) -> None:
-        """After the last step, on every rank: the files of `balance.*` that were asked for."""
+        """After the last step, on every rank: the files of `balance.*` that were asked for. Then the ranks may part."""
         if self._failure is None:
             self.balance.conclude()
+            if self.graphs is not None:
+                self.graphs.close()
 
     def close(self) -> None:
         """End the watchdog's thread. Closing twice is fine."""

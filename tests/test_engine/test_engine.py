@@ -209,6 +209,28 @@ def test_c40_positions_past_the_table_are_caught_on_the_host(parts: Parts, engin
         drain(engine)
 
 
+class HeldGraphs:
+    """Stands for graphs that hold collectives."""
+
+    def __init__(self) -> None:
+        self.closed = 0
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+@pytest.mark.parametrize("failed", [False, True])
+def test_graphs_are_freed_before_the_ranks_part(parts: Parts, engines: Any, failed: bool) -> None:
+    """Else NCCL would wait for ever; after a fault nobody may wait for the device, and nobody parts in order."""
+    engine = engines(parts)
+    engine.graphs = graphs = HeldGraphs()
+    if failed:
+        engine._failure = StepError("forward", [], ArithmeticError())
+    engine.conclude()
+    engine.close()
+    assert graphs.closed == (0 if failed else 1)
+
+
 def test_truncation_keeps_the_last_tokens(parts: Parts, engines: Any) -> None:
     engine, prompt = engines(parts), prompt_of(30)
     engine.add_request(Request("cut", prompt, SamplingParams(max_tokens=5, truncate_prompt_tokens=9, **GREEDY)))
