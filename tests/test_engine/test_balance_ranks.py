@@ -21,6 +21,7 @@ from moe.engine.request import SamplingParams
 from router.load_window import read_load
 from tests.ranks import run_ranks
 from tests.test_engine.test_llm_ranks import as_torchrun, free_port, texts
+from tests.tiny_models import write_variant
 
 PROMPTS = ["In the beginning", "And", "Blessed are the meek, for they shall", "Thus saith"]
 PARAMS = [SamplingParams(max_tokens=n, temperature=0.8 * (n % 2), seed=1, ignore_eos=True) for n in (17, 2, 6, 1)]
@@ -97,6 +98,44 @@ def test_answers_are_those_of_one_rank_while_experts_move(num_ranks: int, kinds:
         assert results[0][number][2] >= 1
         layers = results[0][number][3]
         assert len(set(layers.values())) == len(layers) > 1  # each layer has a placement of its own
+
+
+MORE_RANKS = {"dispatcher": "all_gather", "combine": "fast", "overlap": "halves", "overlap_rows": 2}
+
+
+def few_experts(folder: Path, **parallel: Any) -> Config:
+    made = config(str(folder), parallel, **EVERY_5, redundant_experts=0)
+    made.engine.max_num_seqs = 2  # steps of one row and of two: some are split
+    return made
+
+
+def answer_with_few(rank: int, num_ranks: int, port: int, folder: Path) -> tuple[list[Any], int, list[Any]]:
+    as_torchrun(rank, num_ranks, port)
+    balance_module.next_placements = anywhere  # pyright: ignore
+    with LLM(config=few_experts(folder, **MORE_RANKS)) as llm:
+        layout = llm.engine.parts.network.layout  # pyright: ignore[reportAttributeAccessIssue]
+        num_slots = layout.num_slots
+        found = llm.generate(ID_PROMPTS, ID_PARAMS)
+        return [each.outputs[0].token_ids for each in found], num_slots, list(layout.placements.values())
+
+
+ID_PROMPTS = [[5, 9, 60, 7], [30], [8, 8, 41, 100, 3, 17, 90], [77, 2], [11, 12, 13]]
+ID_PARAMS = [
+    SamplingParams(max_tokens=n, temperature=0.0, ignore_eos=True, detokenize=False) for n in (20, 3, 9, 1, 14)
+]
+
+
+def test_C01_more_ranks_than_experts_while_these_move_and_steps_are_split(tmp_path: Path) -> None:
+    """Three experts on four ranks, one to each of three: the fourth works for nobody and moves along."""
+    write_variant(tmp_path, "mixtral-window", num_local_experts=3)
+    with LLM(config=few_experts(tmp_path)) as llm:
+        expected = [each.outputs[0].token_ids for each in llm.generate(ID_PROMPTS, ID_PARAMS)]
+    results = run_ranks(answer_with_few, 4, free_port(), tmp_path, joined=False, timeout_s=300)
+    assert [num_slots for _, num_slots, _ in results] == [1, 1, 1, 0]
+    assert all(found == expected for found, _, _ in results)
+    placements = results[0][2]
+    assert all(of_rank[2] == placements for of_rank in results)
+    assert any(each.ranks != ((0,), (1,), (2,), ()) for each in placements), "nothing has moved"
 
 
 def profile_and_plan(rank: int, num_ranks: int, port: int, folder: Path) -> tuple[Any, Any, Any]:

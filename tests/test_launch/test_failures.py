@@ -23,6 +23,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 import launch.job_run
+from expert_parallel.rebalance import ExpertMover
 from launch.crew import Several
 from moe.model import experts
 from moe.model.checkpoint import Checkpoint
@@ -101,6 +102,19 @@ def in_a_step(strike: Callable[[], None]) -> None:
     experts.Experts.__call__ = failing
 
 
+def in_a_rebalance(strike: Callable[[], None]) -> None:
+    """In the second exchange of weights: the others are in the same one, or on their way to it."""
+    exchange, calls = ExpertMover._exchange, []
+
+    def failing(*args: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 2:
+            strike()
+        return exchange(*args)
+
+    ExpertMover._exchange = failing  # pyright: ignore[reportAttributeAccessIssue]
+
+
 def while_merging(strike: Callable[[], None]) -> None:
     """When all lines are answered: the first rank puts the output together, the others wait for it."""
 
@@ -122,7 +136,8 @@ def merge_for_long(folder: Path) -> int:
         time.sleep(0.05)
 
 
-STAGES = {"loading": in_loading, "step": in_a_step, "merging": while_merging}
+STAGES = {"loading": in_loading, "step": in_a_step, "rebalance": in_a_rebalance, "merging": while_merging}
+MOVING = ("balance.interval=2", "balance.move=always", "balance.layers_per_step=6", "balance.redundant_experts=3")
 NUM_SPARSE_LAYERS = 6  # of the demo model
 
 
@@ -165,6 +180,7 @@ def last_words(folder: Path, rank: int) -> str:
         Fault(0, "step", None),
         Fault(1, "step", ArithmeticError),
         Fault(2, "step", MemoryError),
+        Fault(1, "rebalance", None),
         Fault(0, "merging", MemoryError),
         Fault(1, "merging", None),
         Fault(2, "merging", ArithmeticError),
@@ -174,7 +190,7 @@ def last_words(folder: Path, rank: int) -> str:
 def test_C10_a_fault_on_one_rank_ends_all_with_its_cause(fault: Fault, tmp_path: Path) -> None:
     lines = [{"prompt": "And it came to pass", "max_tokens": 8, "ignore_eos": True}] * 6
     (tmp_path / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    words = [*WORDS, "input=in.jsonl", "output=out.jsonl"]
+    words = [*WORDS, "input=in.jsonl", "output=out.jsonl", *(MOVING if fault.stage == "rebalance" else ())]
     error = run_as_torchrun(3, tmp_path, generate, str(tmp_path), words, fault)
     took_s = time.time() - float((tmp_path / "struck").read_text())
     said = {rank: last_words(tmp_path, rank) for rank in range(3)}
