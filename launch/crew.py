@@ -1,5 +1,8 @@
 """The ranks of a job as the job sees them: one, or several that share what they must. Knows ranks; nothing of jobs."""
 
+# torch.distributed lists its stores nowhere.
+# pyright: reportPrivateImportUsage=false
+
 from __future__ import annotations
 
 import time
@@ -7,9 +10,12 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any, Protocol
 
+import torch.distributed as dist
+
 from expert_parallel.group import Ranks
 
 _POLL_S = 0.05
+_BEGUN = "a job has begun"
 
 
 class Crew(Protocol):
@@ -25,6 +31,14 @@ class Crew(Protocol):
 
     def counter(self, name: str) -> Callable[[int], int]:
         """A counter of all ranks: adds to it, and returns what it is then."""
+        ...
+
+    def begun_before(self) -> bool:
+        """Whether an earlier attempt of this launch has called `say_begun`; True where only a restart is known of."""
+        ...
+
+    def say_begun(self) -> None:
+        """What was there before the launch is dealt with. The first rank says so."""
         ...
 
     def wait_for_first(self, stage: str) -> None:
@@ -50,6 +64,12 @@ class Single(Crew):
 
         return add
 
+    def begun_before(self) -> bool:
+        return True
+
+    def say_begun(self) -> None:
+        pass
+
     def wait_for_first(self, stage: str) -> None:
         pass
 
@@ -61,6 +81,9 @@ class Several(Crew):
         self.ranks = self._ranks = ranks
         self._told = told
         self.rank, self.size = ranks.everyone.rank, ranks.everyone.size
+        # The ranks' store is of this attempt alone, a part of torchrun's own, which lives as long as the launch.
+        shared = ranks.values.agent_has_store and isinstance(ranks.store, dist.PrefixStore)
+        self._launch = ranks.store.underlying_store if shared else None
 
     def gather(self, own: Any) -> list[Any]:
         return self._ranks.everyone.gather_objects(own)
@@ -68,6 +91,13 @@ class Several(Crew):
     def counter(self, name: str) -> Callable[[int], int]:
         store = self._ranks.store
         return lambda number: store.add(name, number)
+
+    def begun_before(self) -> bool:
+        return self._launch is None or self._launch.add(_BEGUN, 0) > 0
+
+    def say_begun(self) -> None:
+        if self._launch is not None:
+            self._launch.add(_BEGUN, 1)
 
     def wait_for_first(self, stage: str) -> None:
         store, key = self._ranks.store, f"first rank: {stage}"

@@ -116,9 +116,10 @@ class JobRun:
                 fingerprint,
                 job,
                 overwrite=files.overwrite,
-                restarted=restarted,
+                restarted=restarted and self._crew.begun_before(),
                 rereadable=files.source.rereadable,
             )
+            self._crew.say_begun()
             for note in kept_errors(files.run, start.ledger):
                 self._monitor.error(note)
             found = (Start(start.run, start.ledger.for_ranks(), start.whole), fingerprint)
