@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter
 
 from configs.schema import Config
 from expert_parallel.group import Ranks
@@ -326,7 +325,7 @@ class Engine:
         ids, logprobs = step.token_ids(), step.logprobs()
         changed: dict[str, Answer] = {}
         now = time.monotonic()
-        befores: Counter[float] = Counter()  # rows by the time of their token before: a few times for all rows
+        befores: dict[float | None, int] = {}  # rows by the time of their token before: a few times for all rows
         for row, (sequence, token_id) in enumerate(zip(step.schedule.sampled, ids, strict=True)):
             if sequence.status is Status.FINISHED:
                 continue  # it ended at the token before, or was aborted
@@ -340,9 +339,8 @@ class Engine:
                     self.scheduler.receive(sequence, token_id)
                     sample.accept(token_id, self.runner.with_texts(logprobs[row]) if logprobs is not None else None)
                     self.stats.output_tokens += 1
-                    if sample.token_at is not None:
-                        befores[sample.token_at] += 1
-                    sample.token_at = now
+                    before, sample.token_at = sample.token_at, now
+                    befores[before] = befores.get(before, 0) + 1
                 except Exception as error:
                     logger.exception("request %s failed", answer.request.request_id)
                     self._fail(answer, f"{type(error).__name__}: {error}")
@@ -355,7 +353,8 @@ class Engine:
                 if sample.finish_reason is not None:
                     self.scheduler.finish(sequence)
         for before, num_rows in befores.items():
-            self.stats.latencies.between_tokens.add(now - before, num_rows)
+            if before is not None:
+                self.stats.latencies.between_tokens.add(now - before, num_rows)
         return [answer for answer in changed.values() if answer.streamed or answer.finished]
 
     def _fail(self, answer: Answer, error: str, *, forget: bool = False) -> None:
