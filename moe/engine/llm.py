@@ -251,14 +251,15 @@ class LLM:
             self._boxes.clear()
         if engine is None:
             return
-        if self._team is None or not self._team.closed:
+        in_order = self._team is None or not self._team.closed
+        if in_order:
             engine.conclude()
         engine.close()
         if self._team is not None:
             self._team.close()
         on_gpu = engine.parts.device.type == "cuda"
         del engine
-        if on_gpu:
+        if on_gpu and in_order:  # it waits for the device, which may wait for ranks that are gone
             torch.cuda.empty_cache()
 
     def __enter__(self) -> LLM:

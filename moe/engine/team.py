@@ -48,10 +48,13 @@ class Team:
         return self._closed
 
     def close(self) -> None:
-        """Leave together; every rank calls it. Closing twice is fine."""
+        """Leave together, when the devices have done all that others may wait for; every rank calls it, or twice."""
         if self._closed:
             return
         self._closed = True
+        if self.ranks.device.type == "cuda":
+            # Its last launches may be ones that only the other ranks need, or none.
+            torch.cuda.synchronize(self.ranks.device)
         self.ranks.everyone.barrier()
         self.faults.close()
         self.ranks.close()
