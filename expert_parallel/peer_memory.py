@@ -1,7 +1,8 @@
 """Memory that all ranks of a group can write to: who may have it, and how it is made. Knows processes and GPUs only.
 
 Torch's symmetric memory: each rank allocates alike, hands its peers a handle, and maps theirs; over NVLink a kernel
-then stores to a peer's address as to its own, and exchanges a word there atomically. Multicast is not used.
+then stores to a peer's address as to its own, and exchanges a word there atomically. Multicast is not used, and torch
+is told not to set it up, which some machines answer with an error; who wants it says so in the environment.
 """
 
 # torch.distributed lists its parts nowhere.
@@ -9,6 +10,7 @@ then stores to a peer's address as to its own, and exchanges a word there atomic
 
 from __future__ import annotations
 
+import os
 import socket
 from dataclasses import dataclass
 
@@ -19,6 +21,9 @@ from torch.distributed._symmetric_memory import rendezvous
 
 from expert_parallel.group import ExpertGroup
 from kernels.peer_layout import PeerLayout, Peers
+
+_NO_MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
+"""Torch reads it with each allocation."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +81,7 @@ def symmetric_memory(group: ExpertGroup, layout: PeerLayout, device: torch.devic
 
     The memory is torch's, but not of its caching allocator: no statistic of that shows it.
     """
+    os.environ.setdefault(_NO_MULTICAST, "1")
     own = _empty(layout.num_bytes, device)
     handle = rendezvous(own, group.process_group)
     layout.clear(own)
