@@ -1,4 +1,5 @@
-"""What torchrun puts into a process's environment. The one place outside `launch/` that reads it; knows no torch."""
+"""What torchrun puts into a process's environment. The one place outside `launch/` that reads it, or adds
+to it; knows no torch."""
 
 from __future__ import annotations
 
@@ -20,3 +21,9 @@ def rank_environment() -> Mapping[str, str] | None:
             "are not set; start with torchrun, or unset WORLD_SIZE."
         )
     return {name: os.environ[name] for name in (*NEEDED, *OTHERS) if name in os.environ}
+
+
+def without_multicast() -> None:
+    """Torch sets up multicast for memory that ranks share, unless told not to. Nothing here uses it, and some machines
+    answer with an error. Who wants it says so in the environment."""
+    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")

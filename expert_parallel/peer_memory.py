@@ -2,7 +2,7 @@
 
 Torch's symmetric memory: each rank allocates alike, hands its peers a handle, and maps theirs; over NVLink a kernel
 then stores to a peer's address as to its own, and exchanges a word there atomically. Multicast is not used, and torch
-is told not to set it up, which some machines answer with an error; who wants it says so in the environment.
+should be told not to set it up (`configs.torchrun.without_multicast`), which some machines answer with an error.
 """
 
 # torch.distributed lists its parts nowhere.
@@ -10,7 +10,6 @@ is told not to set it up, which some machines answer with an error; who wants it
 
 from __future__ import annotations
 
-import os
 import socket
 from dataclasses import dataclass
 
@@ -21,9 +20,6 @@ from torch.distributed._symmetric_memory import rendezvous
 
 from expert_parallel.group import ExpertGroup
 from kernels.peer_layout import PeerLayout, Peers
-
-_NO_MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
-"""Torch reads it with each allocation."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +77,6 @@ def symmetric_memory(group: ExpertGroup, layout: PeerLayout, device: torch.devic
 
     The memory is torch's, but not of its caching allocator: no statistic of that shows it.
     """
-    os.environ.setdefault(_NO_MULTICAST, "1")
     own = _empty(layout.num_bytes, device)
     handle = rendezvous(own, group.process_group)
     layout.clear(own)

@@ -23,6 +23,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from configs.torchrun import without_multicast
 from expert_parallel.choice import DISPATCHERS, Choice, dispatcher_problems, make_dispatchers
 from expert_parallel.dispatcher import Dispatcher, ExpertInput
 from expert_parallel.group import ExpertGroup, Ranks, RankValues, bring_up, rank_device
@@ -77,6 +78,7 @@ def begin_ranks(device: str, timeout_s: float = _TIMEOUT_S) -> Ranks:
             "workload=ep times rows between ranks; start it with torchrun --nproc-per-node=N -m launch.bench ..."
         )
     values = RankValues.of(os.environ)
+    without_multicast()
     gpu = device != "cpu" and torch.cuda.is_available()
     own = rank_device(values, "cuda" if gpu else "cpu", torch.cuda.device_count() if gpu else 0)
     if gpu:

@@ -11,6 +11,7 @@ from operator import attrgetter
 import torch
 
 from configs.schema import Config, changed_keys
+from configs.torchrun import without_multicast
 from expert_parallel.choice import choose
 from expert_parallel.faults import FaultWatch
 from expert_parallel.group import Ranks, RankValues, bring_up, rank_device
@@ -29,6 +30,7 @@ class Team:
         choose(config.parallel.dispatcher, values.world_size, device)  # refuses before anybody waits for anybody
         if gpu:
             torch.cuda.set_device(device)
+        without_multicast()
         self.ranks: Ranks = bring_up(values, device, config.parallel.timeout_s, say)
         self.ranks.agree("settings", settings(config))
         self.faults = FaultWatch(self.ranks)
