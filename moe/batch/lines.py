@@ -6,6 +6,7 @@ Knows bytes, UTF-8 and JSON; knows nothing of what a record means. Memory holds 
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -96,7 +97,9 @@ class LineParser:
     def __init__(self) -> None:
         self._faults: list[str] = []
         # Kept for all lines: making one takes longer than reading a short line.
-        decoder = json.JSONDecoder(parse_constant=self._no_constant, object_pairs_hook=self._no_twins)
+        decoder = json.JSONDecoder(
+            parse_constant=self._no_constant, parse_float=self._finite, object_pairs_hook=self._no_twins
+        )
         self._scan, self._decode = decoder.raw_decode, decoder.decode
 
     def parse(self, number: int, raw: bytes) -> Line | BadLine:
@@ -138,6 +141,13 @@ class LineParser:
 
     def _no_constant(self, name: str) -> None:
         self._faults.append(f"not JSON: {name} is no number")
+
+    def _finite(self, text: str) -> float | None:
+        value = float(text)
+        if abs(value) != math.inf:
+            return value
+        self._faults.append("a number is too large: beyond 1.8e308")  # as an id it could not be written back
+        return None
 
     def _no_twins(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         record = dict(pairs)

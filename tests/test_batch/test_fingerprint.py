@@ -21,7 +21,13 @@ def test_keys_versions_and_input_are_in_it() -> None:
     )
     config = Config(dtype="bfloat16")
     config.sampling.stop, config.engine.max_num_seqs, config.job.limit = ["x"], 3, 5
-    assert changed(plain, job_fingerprint(config, {"input.0": "b"})) == {"dtype", "sampling.stop", "input.0"}
+    config.job.columns = ["prompt:question"]
+    assert changed(plain, job_fingerprint(config, {"input.0": "b"})) == {
+        "dtype",
+        "sampling.stop",
+        "input.0",
+        "job.columns",
+    }
 
 
 def test_a_byte_of_weights_config_or_template_changes_it(tmp_path: Path) -> None:

@@ -62,6 +62,7 @@ def nested(depth: int) -> bytes:
     [
         b'"prompt":"x","temperature":1' + b"0" * 400,
         b'"prompt":"x","top_k":1' + b"0" * 30,
+        b'"prompt":"x","user":{"a":[-1e400]}',
         b'"prompt":"x","max_tokens":1.5',
         b'"prompt":"x","logit_bias":{"1":1' + b"0" * 400 + b"}",
         b'"prompt":"x","stop":' + nested(300),
@@ -72,9 +73,9 @@ def nested(depth: int) -> bytes:
     ids=lambda fields: fields[:60].decode(),
 )
 def test_c04_no_value_of_a_line_ends_the_run(tmp_path: Path, fields: bytes) -> None:
-    data = b'{"id":"bad",' + fields + b"}\n" + jsonl({"id": "good", "prompt": "x"})
+    data = b'{"id":"bad",' + fields + b"}\n" + jsonl({"id": "good", "prompt": "x"}) + b'{"id":[1e400],"prompt":"x"}\n'
     records, _, job, _ = run(tmp_path, data)
-    assert job.lines_failed == 1 and records[0]["error"]["type"] == "invalid_line"
+    assert job.lines_failed == 2 and records[2]["id"] == [None] and records[0]["error"]["type"] == "invalid_line"
     assert len(records[0]["error"]["message"]) < 300
     assert records[1]["text"] == "X"
 
