@@ -61,16 +61,21 @@ class RankValues:
         )
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class ExpertGroup:
     """Ranks that together hold one set of experts. Each is known by its rank in this group, 0 to size - 1.
 
-    Tensors are contiguous; every rank of the group makes the same calls in the same order.
+    Tensors are contiguous; every rank of the group makes the same calls in the same order. After `drop` none.
     """
 
     rank: int
     size: int
     process_group: dist.ProcessGroup
+
+    def drop(self) -> None:
+        """Forget the connections. With the last one who holds them they close, and calls of the others break."""
+        if hasattr(self, "process_group"):
+            del self.process_group
 
     def all_to_all(self, out_XD: Tensor, x_XD: Tensor, out_rows: Sequence[int], rows: Sequence[int]) -> None:
         """The first rows[0] rows of x go to rank 0, the next rows[1] to rank 1, ...; out_rows[r] come from rank r."""
@@ -129,6 +134,13 @@ class Ranks:
                 f"{what}: rank 0 has {given[0]}, but {', '.join(f'rank {r} has {v}' for r, v in others.items())}; "
                 "give all ranks the same."
             )
+
+    def drop(self) -> None:
+        """Close the connections after a fault: whoever waits for this rank in a collective fails at once, and not only
+        when this process ends. On a GPU they stay: NCCL would first wait for what has been launched."""
+        if self.device.type == "cpu" and dist.is_initialized():
+            dist.destroy_process_group()
+            self.everyone.drop()
 
     def close(self) -> None:
         """Leaves the job. Other ranks may still be in a collective with this one: end a run with one that all make."""

@@ -137,7 +137,7 @@ class LLM:
             self._engine: Engine | None = Engine(self.config, parts=parts, ranks=ranks)
         except Exception as error:
             if self._team is not None:
-                self._team.abandon(error)
+                self._team.abandon(error, lives_on=True)
             raise
         self._lock = threading.RLock()
         self._boxes: dict[str, deque[RequestOutput]] = {}
@@ -269,7 +269,7 @@ class LLM:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None and self._team is not None:
-            self._team.abandon(error)  # the others may be anywhere: they are told, not waited for
+            self._team.abandon(error, lives_on=True)  # the others may be anywhere: they are told, not waited for
         self.close()
 
     def _open(self) -> Engine:
@@ -345,7 +345,7 @@ class LLM:
                 return answers
             shares = team.ranks.everyone.gather_objects(answers)
         except Exception as error:
-            raise RuntimeError(f"the ranks stop: {team.abandon(error)}") from error
+            raise RuntimeError(f"the ranks stop: {team.abandon(error, lives_on=True)}") from error
         return [shares[index % team.size][index // team.size] for index in range(len(requests))]
 
     def _stream(self, engine: Engine, request: Request) -> Iterator[RequestOutput]:

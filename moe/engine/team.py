@@ -61,11 +61,16 @@ class Team:
         self.faults.close()
         self.ranks.close()
 
-    def abandon(self, error: BaseException) -> str:
-        """Leave after a fault, without waiting for anybody. Returns the first fault of any rank, with its rank."""
+    def abandon(self, error: BaseException, *, lives_on: bool = False) -> str:
+        """Leave after a fault, without waiting for anybody. Returns the first fault of any rank, with its rank.
+
+        Who waits for this rank in a collective is freed when this process ends; where it `lives_on`, now.
+        """
         self._closed = True
         told = self.faults.tell(error)
         self.faults.close()
+        if lives_on:
+            self.ranks.drop()
         return told
 
 

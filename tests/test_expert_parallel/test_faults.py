@@ -119,3 +119,28 @@ def test_the_end_of_a_process_is_seen_by_the_rank_before_it() -> None:
     with pytest.raises(RanksFailed, match="it has ended") as failed:
         run_ranks(be_killed, 2, free_port(), joined=False)
     assert "rank 1 of 2: ended with exit code -9" in str(failed.value)
+
+
+def break_others(rank: int, num_ranks: int, port: int) -> str:
+    """What a rank in a collective is told when another fails, and goes on with something else than ending."""
+    own = watch(rank, num_ranks, port)
+    own.ranks.everyone.barrier()
+    if rank == 1:
+        told = own.tell(ArithmeticError("the cause"))
+        own.ranks.drop()
+        own.store.wait(["told/0", "told/2"])
+        own.store.set("done/1", "yes")
+        return told
+    try:
+        own.ranks.everyone.barrier()
+    except RuntimeError as error:
+        told = own.tell(error)
+        own.store.set(f"told/{rank}", "yes")
+        if rank == 0:  # it serves the store
+            own.store.wait(["done/1"])
+        return told
+    return "no fault"
+
+
+def test_who_waits_for_a_rank_that_failed_is_told_though_its_process_lives_on() -> None:
+    assert run_ranks(break_others, 3, free_port(), joined=False) == ["rank 1: ArithmeticError: the cause"] * 3
