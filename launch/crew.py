@@ -83,7 +83,9 @@ class Several(Crew):
         self.rank, self.size = ranks.everyone.rank, ranks.everyone.size
         # The ranks' store is of this attempt alone, a part of torchrun's own, which lives as long as the launch.
         shared = ranks.values.agent_has_store and isinstance(ranks.store, dist.PrefixStore)
-        self._launch = ranks.store.underlying_store if shared else None
+        self._launch: dist.Store | None = None
+        if shared:
+            self._launch = ranks.store.underlying_store  # pyright: ignore[reportAttributeAccessIssue]
 
     def gather(self, own: Any) -> list[Any]:
         return self._ranks.everyone.gather_objects(own)
