@@ -23,7 +23,7 @@ from tests.test_model.test_network_ranks import STEPS, load, take_step
 from tests.tiny_models import write_variant
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class RecordedGroup(ExpertGroup):
     """Writes down which collective was called, in order."""
 
