@@ -52,6 +52,7 @@ class FaultWatch:
                 f"a kill is noticed late (parallel.timeout_s), for want of a connection to {self._lifeline.unwatched}"
             )
         self._closed = threading.Event()
+        self._telling = False  # this process is about to end by itself
         self._heard: str | None = None  # outlives the store
         self._thread = threading.Thread(target=self._listen, name="fault-watch", daemon=True)
         self._thread.start()
@@ -62,11 +63,13 @@ class FaultWatch:
         An error here may be the echo of another rank's fault, which is told a moment later: it is waited for. The
         caller ends this process next, so the rank that serves the store returns when the others have read it.
         """
+        self._telling = True
         own = f"rank {self.ranks.values.rank}: {type(error).__name__}: {error}"
         first = self._echoed() if _is_echo(error) else None
         if first is None:
             try:
                 first = self.store.compare_set(_KEY, "", own).decode()
+                self.store.set(f"{_KEY}/heard/{self.ranks.values.rank}", "yes")
             except RuntimeError:
                 return own  # the store is gone with the rank that served it
         self._wait_until_heard()
@@ -126,10 +129,12 @@ class FaultWatch:
     def _listen(self) -> None:
         while not self._closed.wait(_POLL_S):
             self._watch_next()
-            if (told := self.told()) is not None and not self._closed.wait(self.patience_s):
+            if (told := self.told()) is None:
+                continue
+            if not self._closed.wait(self.patience_s) and not self._telling:
                 self._wait_until_heard()
                 self.end(f"rank {self.ranks.values.rank} is ended by a fault of another: {told}")
-                return
+            return
 
 
 def _is_echo(error: BaseException | None) -> bool:

@@ -144,3 +144,45 @@ def break_others(rank: int, num_ranks: int, port: int) -> str:
 
 def test_who_waits_for_a_rank_that_failed_is_told_though_its_process_lives_on() -> None:
     assert run_ranks(break_others, 3, free_port(), joined=False) == ["rank 1: ArithmeticError: the cause"] * 3
+
+
+def tell_slowly(rank: int, num_ranks: int, port: int) -> tuple[list[str], str]:
+    """Rank 0 waits in `tell` for one that never hears, for longer than its own patience with itself."""
+    values = RankValues(rank, num_ranks, rank, num_ranks, "127.0.0.1", port, agent_has_store=False)
+    ended: list[str] = []
+    own = FaultWatch(
+        bring_up(values, torch.device("cpu"), 60.0, lambda text: None), patience_s=SLOW_S, end=ended.append
+    )
+    if rank == 1:
+        own._closed.set()  # it never hears
+        own._thread.join()
+        own.store.wait(["told"])
+        return ended, "gone"
+    told = own.tell(ArithmeticError("the cause"))
+    own._thread.join()
+    own.store.set("told", "yes")
+    time.sleep(0.5)  # until the other has read it
+    return ended, told
+
+
+def test_who_is_telling_is_not_ended_for_being_slow() -> None:
+    results = run_ranks(tell_slowly, 2, free_port(), joined=False)
+    assert results == [([], "rank 0: ArithmeticError: the cause"), ([], "gone")]
+
+
+def tell_and_hear(rank: int, num_ranks: int, port: int) -> tuple[str, float]:
+    """How long the rank that serves the store waits in `tell` where all, the one that failed too, know the fault."""
+    own = watch(rank, num_ranks, port)
+    own.patience_s = 50.0
+    begin = time.monotonic()
+    if rank == 1:
+        told = own.tell(ArithmeticError("the cause"))
+        own.close()
+        return told, 0.0
+    return own.tell(RuntimeError("gloo: Connection closed by peer")), time.monotonic() - begin
+
+
+def test_who_told_a_fault_need_not_hear_it() -> None:
+    (first, waited_s), (second, _) = run_ranks(tell_and_hear, 2, free_port(), joined=False)
+    assert first == second == "rank 1: ArithmeticError: the cause"
+    assert waited_s < 40.0
