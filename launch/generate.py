@@ -91,7 +91,8 @@ def _run(config: Config, words: Sequence[str], environment: Mapping[str, str] | 
         if team is not None:
             team.close()
     except (Exception, KeyboardInterrupt) as error:
-        return _report_fault(error, team, files, job, monitor)
+        with stop.ending():
+            return _report_fault(error, team, files, job, monitor)
     return _conclude(config, files, end, monitor) if rank == 0 else _code_of(end)
 
 

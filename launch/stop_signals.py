@@ -28,14 +28,14 @@ class Interrupted(KeyboardInterrupt):
 
 class StopSignals:
     """Installed with `with`. A signal raises Interrupted in the main thread, except inside `gently`, where the first
-    one is only kept in `wanted` and the second ends the process.
+    one is only kept in `wanted` and the second ends the process, and inside `ending`, where the first one is passed over.
 
     `echoes`: torchrun has started this process. `speaks`: whether it says what a signal has led to.
     """
 
     def __init__(self, *, echoes: bool = False, speaks: bool = True) -> None:
         self.wanted = 0
-        self._gentle = False
+        self._gentle = self._ending = False
         self._echoes = echoes
         self._speaks = speaks
         self._first_at = 0.0
@@ -49,6 +49,15 @@ class StopSignals:
             yield
         finally:
             self._gentle = False
+
+    @contextmanager
+    def ending(self) -> Iterator[None]:
+        """While a fault is told: the process ends next, and torchrun's signal must not take its last words."""
+        self._ending = True
+        try:
+            yield
+        finally:
+            self._ending = False
 
     def __enter__(self) -> StopSignals:
         self._before = {number: signal.signal(number, self._handle) for number in STOPPING}
@@ -66,6 +75,8 @@ class StopSignals:
             os.kill(os.getpid(), number)
             return
         self.wanted, self._first_at = number, time.monotonic()
+        if self._ending:
+            return
         if not self._gentle:
             raise Interrupted(number)
         if self._speaks:

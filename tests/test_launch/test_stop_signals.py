@@ -46,6 +46,14 @@ def test_what_torchrun_passes_on_is_the_same_signal(monkeypatch: pytest.MonkeyPa
         assert stop.wanted == signal.SIGINT
 
 
+def test_who_tells_a_fault_is_not_stopped_in_it(capfd: pytest.CaptureFixture[str]) -> None:
+    with StopSignals() as stop:
+        with stop.ending():
+            send(signal.SIGTERM)
+        assert stop.wanted == signal.SIGTERM
+    assert capfd.readouterr().err == ""
+
+
 def test_a_second_one_ends_the_process_at_once() -> None:
     script = (
         "import os, signal\n"
