@@ -28,7 +28,7 @@ class Interrupted(KeyboardInterrupt):
 
 class StopSignals:
     """Installed with `with`. A signal raises Interrupted in the main thread, except inside `gently`, where the first
-    one is only kept in `wanted` and the second ends the process, and inside `ending`, where the first one is passed over.
+    one is only kept in `wanted` and the second ends the process, and inside `ending`, where the first is passed over.
 
     `echoes`: torchrun has started this process. `speaks`: whether it says what a signal has led to.
     """
