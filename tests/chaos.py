@@ -219,7 +219,8 @@ class Chaos:
         """Cut the newest journal's end, or damage it; what that costs is forgotten."""
         journal = RunFiles(self.folder / "out.jsonl").journals()[-1]
         content = journal.path.read_bytes()
-        cut = content[: len(content) - self.random.randint(1, 200)]
+        header = content.index(b"\n") + 1  # synced before the first record is written: no crash tears it
+        cut = content[: max(header, len(content) - self.random.randint(1, 200))]
         journal.path.write_bytes(cut + self.random.choice((b"", bytes(40), b"{torn", b"\n")))
         self.whole = {}
         self._remember()
