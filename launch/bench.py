@@ -2,7 +2,8 @@
 
 w1 offline throughput, w2 decode step, w3 prefill: launch/bench_engine.py. w4 one MoE layer: launch/bench_layer.py.
 w5 paged attention: launch/bench_attention.py. serving, latencies: launch/bench_serving.py. ep, rows between ranks that
-torchrun starts, alone: launch/bench_ep.py. Each figure comes with its
+torchrun starts, alone: launch/bench_ep.py. w1 under torchrun, ranks that share the experts: launch/bench_ranks.py. Each
+figure comes with its
 floor (what must be read and computed, over the card's rates), its target and what others reach
 (benchmarks/baselines.json).
 
@@ -17,6 +18,7 @@ import difflib
 import gc
 import json
 import logging
+import os
 import shlex
 import sys
 import time
@@ -29,13 +31,13 @@ import torch
 from rich.console import Console
 
 from expert_parallel.group import Ranks
-from launch import bench_ep
+from launch import bench_ep, bench_ranks
 from launch.bench_attention import LISTED, HeadLayout, head_layout, measure_attention
 from launch.bench_engine import EngineBench
 from launch.bench_layer import TOKENS, LayerShape, layer_shape, measure_layer
 from launch.bench_serving import CONCURRENCY, LENGTHS, measure_serving
 from launch.command_line import compose_config, parse
-from launch.console import set_up_logging
+from launch.console import set_up_logging, set_up_rank_logging
 from launch.figure import ROOT, Figure, load_baselines, print_figures, short
 from launch.machine import clocks, machine_record
 from launch.roofline import Ceilings, measure_ceilings
@@ -43,6 +45,7 @@ from launch.roofline_picture import check_matplotlib, draw
 from launch.words import flag, number_above_zero, output_file, positive, positives, split_list
 from moe.engine.engine import Engine
 from moe.engine.parts import resolve_device
+from moe.model.causal_lm import CausalLM
 
 WORKLOADS = (
     "w5",
@@ -60,6 +63,7 @@ OWN_KEYS = {
     "model": "w1 to w3, serving: names in benchmarks/models/, or a model of launch.generate",
     "device": "auto, cuda or cpu",
     "limit": "w1, w3: only so many requests; w2: only so many of its batches",
+    "skew": "w1 under torchrun: rows are routed by a table: 0 evenly, 1 after Zipf's law",
     "rounds": "timed passes of w1 (1), w2 (1), w3 (3)",
     "lengths": f"serving: {','.join(LENGTHS)}",
     "concurrency": "serving: requests in flight, 1,16,64",
@@ -87,6 +91,7 @@ class Choice:
     models: tuple[str, ...]
     device: str
     limit: int | None
+    skew: float | None
     rounds: int | None
     lengths: tuple[str, ...]
     concurrency: tuple[int, ...]
@@ -117,16 +122,23 @@ def main(argv: Sequence[str] | None = None) -> int:
                 compose_config(
                     parse(_engine_words(choice, model))
                 )  # a wrong key before the first second of device time
-        ranks = bench_ep.begin_ranks(choice.device) if choice.workloads == ("ep",) else None
+        spread = "RANK" in os.environ or choice.workloads == ("ep",)
+        ranks = bench_ep.begin_ranks(choice.device) if spread else None
         device = resolve_device(choice.device) if ranks is None else ranks.device
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    if ranks is not None:
+    if ranks is not None and choice.workloads == ("ep",):
         _measure_ep(choice, ranks, words)
         return 0
-    set_up_logging(Console(stderr=True))
+    if ranks is None or ranks.everyone.rank == 0:
+        set_up_logging(Console(stderr=True))
+    else:
+        set_up_rank_logging(Console(stderr=True), ranks.everyone.rank)
     baselines = load_baselines()
+    if ranks is not None:
+        _measure_spread(choice, ranks, baselines, words)
+        return 0
     record, ceilings = begin_record(device, baselines, ["python", "-m", "launch.bench", *words], choice.commit)
     figures: list[Figure] = []
     console = Console(width=240)
@@ -162,6 +174,36 @@ def _measure_ep(choice: Choice, ranks: Ranks, words: Sequence[str]) -> None:
     if first and choice.result is not None:
         print(f"result: {choice.result}")
     ranks.everyone.barrier()  # nobody leaves while another still reaches for its memory
+    ranks.close()
+
+
+def _measure_spread(choice: Choice, ranks: Ranks, baselines: dict[str, Any], words: Sequence[str]) -> None:
+    """w1 of experts that all ranks share. Every rank measures; the first one prints and writes."""
+    group = ranks.everyone
+    command = ["torchrun", f"--nproc-per-node={group.size}", "-m", "launch.bench", *words]
+    record, ceilings = begin_record(ranks.device, baselines, command, choice.commit)
+    figures: list[Figure] = []
+    for model in choice.models:
+        started = time.perf_counter()
+        engine = Engine(compose_config(parse(_engine_words(choice, model))), ranks=ranks)
+        facts = {"start_seconds": round(time.perf_counter() - started, 2), "kv_blocks": engine.plan.num_blocks}
+        name = Path(model).name
+        if choice.skew is not None and isinstance(engine.parts.network, CausalLM):
+            bench_ranks.skew_routing(engine.parts.network, choice.skew)
+        bench = EngineBench(engine, name, ceilings, baselines)
+        figure, more = bench_ranks.measure_w1(engine, bench, ranks, choice.limit, choice.rounds or 1)
+        figures.append(figure)
+        record["engines"] |= {name: facts | more}
+        if group.rank == 0:
+            print_figures([figure], Console(width=240))
+            write_record(record, figures, choice.result)
+        engine.conclude()
+        engine.close()
+        del engine, bench
+        _release(ranks.device)
+    if group.rank == 0 and choice.result is not None:
+        print(f"result: {choice.result}")
+    group.barrier()  # nobody leaves while another still reaches for its memory
     ranks.close()
 
 
@@ -270,6 +312,10 @@ def read_choice(words: Sequence[str]) -> Choice:
         raise ValueError(f"workload={own.get('workload')} is unknown; give some of {','.join(sorted(WORKLOADS))}.")
     if "ep" in workloads and len(workloads) > 1:
         raise ValueError(f"workload={own['workload']}: ep needs ranks and the others need one process; give it alone.")
+    if "RANK" in os.environ and workloads not in (("ep",), ("w1",)):
+        raise ValueError(
+            f"workload={own['workload']}: under torchrun give ep or w1, alone; the others need one process."
+        )
     if unknown := [name for name in split_list(own.get("dispatchers", "")) if name not in bench_ep.NAMES]:
         raise ValueError(f"dispatchers={unknown[0]} is unknown; use {', '.join(bench_ep.NAMES)}.")
     if rest and not any(workload in ENGINE_WORKLOADS for workload in workloads):
@@ -287,6 +333,7 @@ def read_choice(words: Sequence[str]) -> Choice:
         models=split_list(own.get("model", "demo")),
         device=own.get("device", "auto"),
         limit=number_above_zero(own, "limit", int, None),
+        skew=bench_ranks.read_skew(own),
         rounds=number_above_zero(own, "rounds", int, None),
         lengths=split_list(own.get("lengths", "short,mixed")),
         concurrency=positives(own, "concurrency", CONCURRENCY),

@@ -83,6 +83,7 @@ def run_prompts(engine: Engine, prompts: Sequence[Prompt], name: str) -> Run:
         engine.add_request(Request(f"{name}-{index}", prompt.token_ids, params))
     decode_steps = []
     arrived = time.perf_counter()
+    engine.join()  # the steps of other ranks too, where there are any
     while engine.has_unfinished:
         chunks, tokens, started = stats.chunks, stats.output_tokens, arrived
         for output in engine.step():
