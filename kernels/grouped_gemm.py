@@ -2,6 +2,7 @@
 
 Knows rows, slots and offsets; knows neither tokens nor routing. The rows of slot s are offsets_S1[s] to
 offsets_S1[s+1], a device tensor that the host never reads: the grid is an upper bound, and each program finds its slot.
+Where slots lie in another order than their rows, or only some of them are there, ranges say where (row_tiles.py).
 """
 
 # Launch options such as num_warps are no parameters of a kernel.
@@ -10,7 +11,6 @@ offsets_S1[s+1], a device tensor that the host never reads: the grid is an upper
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import pairwise
 
 import torch
 import triton
@@ -31,7 +31,17 @@ from kernels.dependent_launch import dependent_launch
 from kernels.grouped_gemm_specialized import launch_specialized
 from kernels.grouped_gemm_tma import launch_tma, tma_serves
 from kernels.linear import multiply_blocks
-from kernels.row_tiles import most_row_tiles, slot_of_program, swiglu, tile_of_program, tiles_until_slot
+from kernels.row_tiles import (
+    check_offsets,
+    most_row_tiles,
+    ranges_of,
+    slot_of_program,
+    slot_range,
+    slot_step,
+    swiglu,
+    tile_of_program,
+    tiles_until_slot,
+)
 from kernels.tiles import TileConfig, grouped_tile
 
 _GROUP_M = 8
@@ -39,20 +49,33 @@ _GROUP_M = 8
 
 
 def grouped_gemm(
-    x_XD: Tensor, w_SND: Tensor, offsets_S1: Tensor, *, row_index_R: Tensor | None = None, num_rows: int
+    x_XD: Tensor,
+    w_SND: Tensor,
+    offsets_S1: Tensor,
+    *,
+    row_index_R: Tensor | None = None,
+    num_rows: int,
+    out: Tensor | None = None,
 ) -> Tensor:
     """y_RN[r] = w_SND[slot of r] x_XD[row_index_R[r]], or x_XD[r] without an index.
 
-    offsets_S1 int32 [S+1] ascending, offsets_S1[-1] <= num_rows. Rows from offsets_S1[-1] on are neither read nor
-    written. fp32 accumulation, one cast to x's dtype; the sum over D is not split, so a row's bits do not depend on the
+    offsets_S1 int32 [S+1], ascending, or [S, 2], the start and end of each slot's rows, which do not overlap; all
+    at most num_rows. Rows of no slot are neither read nor written: several calls with other slots may fill one `out`
+    [R, N]. fp32 accumulation, one cast to x's dtype; the sum over D is not split, so a row's bits do not depend on the
     other rows. `grouped_gemm_reference` is the definition.
     """
     run = grouped_gemm_triton if uses_triton(x_XD) else grouped_gemm_reference
-    return run(x_XD, w_SND, offsets_S1, row_index_R=row_index_R, num_rows=num_rows)
+    return run(x_XD, w_SND, offsets_S1, row_index_R=row_index_R, num_rows=num_rows, out=out)
 
 
 def grouped_gemm_swiglu(
-    x_XD: Tensor, w_SND: Tensor, offsets_S1: Tensor, *, row_index_R: Tensor | None = None, num_rows: int
+    x_XD: Tensor,
+    w_SND: Tensor,
+    offsets_S1: Tensor,
+    *,
+    row_index_R: Tensor | None = None,
+    num_rows: int,
+    out: Tensor | None = None,
 ) -> Tensor:
     """h_RF[r] = silu(gate x) * (up x), where slot s's weight w_SND[s] is [2F, D]: F rows of gate, then F rows of up.
 
@@ -60,12 +83,13 @@ def grouped_gemm_swiglu(
     `grouped_gemm_swiglu_reference` is the definition.
     """
     run = grouped_gemm_swiglu_triton if uses_triton(x_XD) else grouped_gemm_swiglu_reference
-    return run(x_XD, w_SND, offsets_S1, row_index_R=row_index_R, num_rows=num_rows)
+    return run(x_XD, w_SND, offsets_S1, row_index_R=row_index_R, num_rows=num_rows, out=out)
 
 
 # y[r, n] = sum over k, ascending and unsplit, of x[index[r], k] * w[slot, n, k], slot the one whose rows hold r
 # SWIGLU: y[r, n] = silu(that with row n of w) * (that with row N + n), N the width of y
-#   x_ptr [X, D], y_ptr [R, N], rows strided; w_ptr [S, N or 2N, D]; offsets_ptr int32 [S+1]; index_ptr int32 [R] | None
+#   x_ptr [X, D], y_ptr [R, N], rows strided; w_ptr [S, N or 2N, D]; offsets_ptr int32 [S+1] or [S, 2];
+#   index_ptr int32 [R] | None
 #   grid (most_row_tiles * cdiv(N, BLOCK_N),): an upper bound. A program owns one tile of one slot, see row_tiles.py;
 #   surplus programs do nothing.
 #   fp32 accumulation. Rows from the slot's end on are neither read nor written; D and N are filled up with zeros where
@@ -88,6 +112,7 @@ def _grouped_gemm_kernel(
     stride_y,
     SWIGLU: tl.constexpr,
     EVEN: tl.constexpr,
+    SLOT_STEP: tl.constexpr,
     BLOCK_S: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -98,11 +123,11 @@ def _grouped_gemm_kernel(
     if PDL:
         gdc_wait()
     tiles_n = tl.cdiv(num_columns, BLOCK_N)
-    tiles_until = tiles_until_slot(offsets_ptr, num_slots, tiles_n, BLOCK_S, BLOCK_M)
+    tiles_until = tiles_until_slot(offsets_ptr, num_slots, tiles_n, SLOT_STEP, BLOCK_S, BLOCK_M)
     slot, tile = slot_of_program(tiles_until, tl.program_id(0))
     if slot >= num_slots:
         return
-    start, end = tl.load(offsets_ptr + slot), tl.load(offsets_ptr + slot + 1)
+    start, end = slot_range(offsets_ptr, slot, SLOT_STEP)
     tile_m, tile_n = tile_of_program(tile, tl.cdiv(end - start, BLOCK_M), tiles_n, GROUP_M)  # pyright: ignore
 
     row = start + tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -147,11 +172,12 @@ def grouped_gemm_triton(
     *,
     row_index_R: Tensor | None = None,
     num_rows: int,
+    out: Tensor | None = None,
     tile: TileConfig | None = None,
 ) -> Tensor:
     """`grouped_gemm` as one launch; `tile` is chosen by the rule of kernels/tiles.py unless given."""
     _check_operands(x_XD, w_SND, offsets_S1, row_index_R, num_rows)
-    y_RN = x_XD.new_empty(num_rows, w_SND.shape[1])
+    y_RN = _result(out, x_XD, num_rows, w_SND.shape[1])
     _launch(x_XD, w_SND, offsets_S1, row_index_R, y_RN, tile, swiglu=False)
     return y_RN
 
@@ -163,12 +189,13 @@ def grouped_gemm_swiglu_triton(
     *,
     row_index_R: Tensor | None = None,
     num_rows: int,
+    out: Tensor | None = None,
     tile: TileConfig | None = None,
 ) -> Tensor:
     """`grouped_gemm_swiglu` as one launch."""
     _check_operands(x_XD, w_SND, offsets_S1, row_index_R, num_rows)
     assert w_SND.shape[1] % 2 == 0, f"w_SND has {w_SND.shape[1]} rows a slot; gate and up must be equally many"
-    h_RF = x_XD.new_empty(num_rows, w_SND.shape[1] // 2)
+    h_RF = _result(out, x_XD, num_rows, w_SND.shape[1] // 2)
     _launch(x_XD, w_SND, offsets_S1, row_index_R, h_RF, tile, swiglu=True)
     return h_RF
 
@@ -218,6 +245,7 @@ def _launch(
         y_RN.stride(0),
         SWIGLU=swiglu,
         EVEN=width % tile.block_k == 0 and num_columns % tile.block_n == 0,
+        SLOT_STEP=slot_step(offsets_S1),
         BLOCK_S=next_power_of_2(num_slots),
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,
@@ -235,8 +263,7 @@ def _check_operands(x_XD: Tensor, w_SND: Tensor, offsets_S1: Tensor, row_index_R
     assert x_XD.dtype == w_SND.dtype, f"x_XD is {x_XD.dtype}, w_SND {w_SND.dtype}; rows and experts share one dtype"
     assert_last_contiguous("x_XD", x_XD)
     assert_last_contiguous("w_SND", w_SND)
-    assert_shape("offsets_S1", offsets_S1, (w_SND.shape[0] + 1,))
-    assert_dtype("offsets_S1", offsets_S1, torch.int32)
+    check_offsets(offsets_S1, w_SND.shape[0])
     if row_index_R is None:
         assert x_XD.shape[0] >= num_rows, (
             f"x_XD has {x_XD.shape[0]} rows, num_rows={num_rows}, and there is no row index"
@@ -247,32 +274,53 @@ def _check_operands(x_XD: Tensor, w_SND: Tensor, offsets_S1: Tensor, row_index_R
     assert_same_device(x_XD, w_SND=w_SND, offsets_S1=offsets_S1, row_index_R=row_index_R)
 
 
+def _result(out: Tensor | None, x_XD: Tensor, num_rows: int, num_columns: int) -> Tensor:
+    if out is None:
+        return x_XD.new_empty(num_rows, num_columns)
+    assert_shape("out", out, (num_rows, num_columns))
+    assert_dtype("out", out, x_XD.dtype)
+    assert_last_contiguous("out", out)
+    assert_same_device(x_XD, out=out)
+    return out
+
+
 def _rows_of_slots(x_XD: Tensor, offsets_S1: Tensor, row_index_R: Tensor | None) -> Iterator[tuple[int, slice, Tensor]]:
     """Yields (slot, rows as a slice, x of these rows) for each slot that has rows. Reads the offsets: CPU only."""
-    for slot, (start, end) in enumerate(pairwise(offsets_S1.tolist())):
+    for slot, (start, end) in enumerate(ranges_of(offsets_S1)):
         if start < end:
             rows = slice(start, end)
             yield slot, rows, x_XD[rows] if row_index_R is None else x_XD[row_index_R[rows].long()]
 
 
 def grouped_gemm_reference(
-    x_XD: Tensor, w_SND: Tensor, offsets_S1: Tensor, *, row_index_R: Tensor | None = None, num_rows: int
+    x_XD: Tensor,
+    w_SND: Tensor,
+    offsets_S1: Tensor,
+    *,
+    row_index_R: Tensor | None = None,
+    num_rows: int,
+    out: Tensor | None = None,
 ) -> Tensor:
     """The definition, and the CPU's product path: slot by slot, in fixed blocks of rows."""
     _check_operands(x_XD, w_SND, offsets_S1, row_index_R, num_rows)
-    y_RN = x_XD.new_empty(num_rows, w_SND.shape[1])
+    y_RN = _result(out, x_XD, num_rows, w_SND.shape[1])
     for slot, rows, x_MD in _rows_of_slots(x_XD, offsets_S1, row_index_R):
         y_RN[rows] = multiply_blocks(x_MD, w_SND[slot])
     return y_RN
 
 
 def grouped_gemm_swiglu_reference(
-    x_XD: Tensor, w_SND: Tensor, offsets_S1: Tensor, *, row_index_R: Tensor | None = None, num_rows: int
+    x_XD: Tensor,
+    w_SND: Tensor,
+    offsets_S1: Tensor,
+    *,
+    row_index_R: Tensor | None = None,
+    num_rows: int,
+    out: Tensor | None = None,
 ) -> Tensor:
     """The definition, and the CPU's product path. Gate and up keep fp32 until the one cast."""
     _check_operands(x_XD, w_SND, offsets_S1, row_index_R, num_rows)
-    width = w_SND.shape[1] // 2
-    h_RF = x_XD.new_empty(num_rows, width)
+    h_RF = _result(out, x_XD, num_rows, w_SND.shape[1] // 2)
     for slot, rows, x_MD in _rows_of_slots(x_XD, offsets_S1, row_index_R):
         gate_up_MN = multiply_blocks(x_MD.float(), w_SND[slot].float())
         h_RF[rows] = swiglu_reference(gate_up_MN).to(h_RF.dtype)

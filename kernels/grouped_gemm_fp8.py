@@ -16,7 +16,6 @@ fp8 differently, so wgmma has to serve few rows too.) Many rows have a kernel of
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import pairwise
 
 import torch
 import triton
@@ -38,7 +37,17 @@ from kernels.grouped_gemm_fp8_tma import ManyRowsTile, launch_many_rows
 from kernels.linear import multiply_blocks
 from kernels.pack_fp8 import pack_rows
 from kernels.quantize import FP8, GROUP, Quantized, QuantizedBlocks, dequantize_blocks, dequantize_rows
-from kernels.row_tiles import most_row_tiles, slot_of_program, swiglu, tile_of_program, tiles_until_slot
+from kernels.row_tiles import (
+    check_offsets,
+    most_row_tiles,
+    ranges_of,
+    slot_of_program,
+    slot_range,
+    slot_step,
+    swiglu,
+    tile_of_program,
+    tiles_until_slot,
+)
 from kernels.tiles import device_generation
 
 
@@ -64,15 +73,17 @@ def grouped_gemm_fp8(
     row_index_R: Tensor | None = None,
     num_rows: int,
     out_dtype: torch.dtype,
+    out: Tensor | None = None,
 ) -> Tensor:
     """y_RN[r] = w[slot of r] x[row_index_R[r]], or x[r] without an index; w.values [S, N, D], w.scales [S, 1, M, G].
 
-    offsets_S1 int32 [S+1] ascending, offsets_S1[-1] <= num_rows; what rows of y from there on hold is unspecified.
+    offsets_S1 int32 [S+1], ascending, or [S, 2], the start and end of each slot's rows, which do not overlap; all
+    at most num_rows. Rows of no slot are not written: several calls with other slots may fill one `out` [R, N].
     `grouped_gemm_fp8_reference` is the definition; the sum is fp32, one cast, and a row's bits do not depend on the
     other rows.
     """
     run = grouped_gemm_fp8_triton if uses_triton(x.values) else grouped_gemm_fp8_reference
-    return run(x, w, offsets_S1, row_index_R=row_index_R, num_rows=num_rows, out_dtype=out_dtype)
+    return run(x, w, offsets_S1, row_index_R=row_index_R, num_rows=num_rows, out_dtype=out_dtype, out=out)
 
 
 def grouped_gemm_swiglu_fp8(
@@ -83,12 +94,13 @@ def grouped_gemm_swiglu_fp8(
     row_index_R: Tensor | None = None,
     num_rows: int,
     out_dtype: torch.dtype,
+    out: Tensor | None = None,
 ) -> Tensor:
     """h_RF[r] = silu(gate x) * (up x); w.values [S, 2F, D], gate rows first, w.scales [S, 2, M, G], each its own.
 
     Otherwise as `grouped_gemm_fp8`: the number of parts in w.scales makes the difference.
     """
-    return grouped_gemm_fp8(x, w, offsets_S1, row_index_R=row_index_R, num_rows=num_rows, out_dtype=out_dtype)
+    return grouped_gemm_fp8(x, w, offsets_S1, row_index_R=row_index_R, num_rows=num_rows, out_dtype=out_dtype, out=out)
 
 
 def fp8_tile(x: Tensor, w: QuantizedBlocks, num_rows: int) -> Fp8Tile:
@@ -114,8 +126,8 @@ def fp8_tile(x: Tensor, w: QuantizedBlocks, num_rows: int) -> Fp8Tile:
 # y[r, n] = sum over k of x[index[r], k] * w[slot, n, k], stepwise as above, slot the one whose rows hold r
 # PARTS 2: y[r, n] = silu(that with gate row n of w) * (that with up row n), w [S, 2, N, D]
 #   x_ptr e4m3 [X, D]; x_scale_ptr fp32 [G, X]; w e4m3 [S, PARTS, N, D], a pointer or (W_DESC) a descriptor of
-#   [S * PARTS, N, D] in tiles PARTS x BLOCK_N x 128; w_scale_ptr fp32 [S, PARTS, M, G]; offsets_ptr int32 [S+1];
-#   index_ptr int32 [R] | None; y_ptr [R, N]; all contiguous
+#   [S * PARTS, N, D] in tiles PARTS x BLOCK_N x 128; w_scale_ptr fp32 [S, PARTS, M, G]; offsets_ptr int32 [S+1]
+#   or [S, 2]; index_ptr int32 [R] | None; y_ptr [R, N]; all contiguous
 #   grid (most_row_tiles * cdiv(N, BLOCK_N),): an upper bound; a program owns one tile of one slot, see row_tiles.py
 #   fp32. Rows from the slot's end on are neither read nor written; D and N are filled up with zeros.
 
@@ -136,6 +148,7 @@ def _few_rows_kernel(
     PARTS: tl.constexpr,
     W_DESC: tl.constexpr,
     EVEN_K: tl.constexpr,
+    SLOT_STEP: tl.constexpr,
     BLOCK_S: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -144,11 +157,11 @@ def _few_rows_kernel(
 ):
     wait_for_inputs(PDL)
     tiles_n = tl.cdiv(num_columns, BLOCK_N)
-    tiles_until = tiles_until_slot(offsets_ptr, num_slots, tiles_n, BLOCK_S, BLOCK_M)
+    tiles_until = tiles_until_slot(offsets_ptr, num_slots, tiles_n, SLOT_STEP, BLOCK_S, BLOCK_M)
     slot, tile = slot_of_program(tiles_until, tl.program_id(0))
     if slot >= num_slots:
         return
-    start, end = tl.load(offsets_ptr + slot), tl.load(offsets_ptr + slot + 1)
+    start, end = slot_range(offsets_ptr, slot, SLOT_STEP)
     tile_m, tile_n = tile_of_program(tile, tl.cdiv(end - start, BLOCK_M), tiles_n, GROUP_M)  # pyright: ignore
     first_row = start + tile_m * BLOCK_M
     num_groups = tl.cdiv(width, 128)
@@ -210,6 +223,7 @@ def grouped_gemm_fp8_triton(
     row_index_R: Tensor | None = None,
     num_rows: int,
     out_dtype: torch.dtype,
+    out: Tensor | None = None,
     tile: Fp8Tile | None = None,
 ) -> Tensor:
     """`grouped_gemm_fp8` as one launch, or two where many rows come with an index: they are packed first.
@@ -219,11 +233,12 @@ def grouped_gemm_fp8_triton(
     _check_operands(x, w, offsets_S1, row_index_R, num_rows)
     num_slots, parts, _, _ = w.scales.shape
     num_columns, width = w.values.shape[1] // parts, w.values.shape[2]
-    y_RN = torch.empty(num_rows, num_columns, dtype=out_dtype, device=x.values.device)
+    y_RN = _result(out, x, num_rows, num_columns, out_dtype)
     if y_RN.numel() == 0:
         return y_RN
     tile = tile or fp8_tile(x.values, w, num_rows)
     if isinstance(tile, ManyRowsTile):
+        assert row_index_R is None or slot_step(offsets_S1) == 1, "rows with ranges are packed before"
         packed = x if row_index_R is None else pack_rows(x, row_index_R, offsets_S1)
         launch_many_rows(packed, w, offsets_S1, y_RN, tile)
         return y_RN
@@ -245,6 +260,7 @@ def grouped_gemm_fp8_triton(
         PARTS=parts,
         W_DESC=tile.tma,
         EVEN_K=width % GROUP == 0,
+        SLOT_STEP=slot_step(offsets_S1),
         BLOCK_S=next_power_of_2(num_slots),
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,
@@ -271,8 +287,7 @@ def _check_operands(
     parts = w.scales.shape[1]
     assert parts in (1, 2) and rows % parts == 0, f"w has {rows} rows a slot in {parts} parts"
     assert_shape("w.scales", w.scales, (num_slots, parts, cdiv(rows // parts, GROUP), groups))
-    assert_shape("offsets_S1", offsets_S1, (num_slots + 1,))
-    assert_dtype("offsets_S1", offsets_S1, torch.int32)
+    check_offsets(offsets_S1, num_slots)
     if row_index_R is None:
         assert x.values.shape[0] >= num_rows, f"x has {x.values.shape[0]} rows, num_rows={num_rows}, no row index"
     else:
@@ -280,6 +295,16 @@ def _check_operands(
         assert_dtype("row_index_R", row_index_R, torch.int32)
     assert_same_device(x.values, x_scales=x.scales, w=w.values, w_scales=w.scales, offsets_S1=offsets_S1)
     assert_same_device(x.values, row_index_R=row_index_R)
+
+
+def _result(out: Tensor | None, x: Quantized, num_rows: int, num_columns: int, dtype: torch.dtype) -> Tensor:
+    if out is None:
+        return torch.empty(num_rows, num_columns, dtype=dtype, device=x.values.device)
+    assert_shape("out", out, (num_rows, num_columns))
+    assert_dtype("out", out, dtype)
+    assert out.is_contiguous(), f"out has strides {out.stride()}"
+    assert_same_device(x.values, out=out)
+    return out
 
 
 def grouped_gemm_fp8_reference(
@@ -290,13 +315,14 @@ def grouped_gemm_fp8_reference(
     row_index_R: Tensor | None = None,
     num_rows: int,
     out_dtype: torch.dtype,
+    out: Tensor | None = None,
 ) -> Tensor:
     """The definition, and the CPU's product path: slot by slot the dequantised operands' product in fp32."""
     _check_operands(x, w, offsets_S1, row_index_R, num_rows)
     parts = w.scales.shape[1]
     x_XD = dequantize_rows(x)
-    y_RN = torch.empty(num_rows, w.values.shape[1] // parts, dtype=out_dtype, device=x_XD.device)
-    for slot, (start, end) in enumerate(pairwise(offsets_S1.tolist())):
+    y_RN = _result(out, x, num_rows, w.values.shape[1] // parts, out_dtype)
+    for slot, (start, end) in enumerate(ranges_of(offsets_S1)):
         if start == end:
             continue
         x_MD = x_XD[start:end] if row_index_R is None else x_XD[row_index_R[start:end].long()]

@@ -19,7 +19,15 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from kernels.checks import cdiv, next_power_of_2
 from kernels.dependent_launch import dependent_launch, wait_for_inputs
 from kernels.quantize import GROUP, Quantized, QuantizedBlocks
-from kernels.row_tiles import most_row_tiles, slot_of_program, swiglu, tile_of_program, tiles_until_slot
+from kernels.row_tiles import (
+    most_row_tiles,
+    slot_of_program,
+    slot_range,
+    slot_step,
+    swiglu,
+    tile_of_program,
+    tiles_until_slot,
+)
 
 
 @dataclass(frozen=True)
@@ -35,7 +43,7 @@ class ManyRowsTile:
 # y[r, n] = sum over k of x[r, k] * w[slot, n, k], by steps of 128 k, each scaled; slot the one whose rows hold r
 # PARTS 2: y[r, n] = silu(that with gate row n of w) * (that with up row n), w [S, 2, N, D]
 #   x_desc e4m3 [R, D] in tiles BLOCK_M x 128; x_scale_ptr fp32 [G, R]; w_desc e4m3 [S * PARTS, N, D] in tiles
-#   PARTS x BLOCK_N x 128; w_scale_ptr fp32 [S, PARTS, M, G]; offsets_ptr int32 [S+1]; y_ptr [R, N]
+#   PARTS x BLOCK_N x 128; w_scale_ptr fp32 [S, PARTS, M, G]; offsets_ptr int32 [S+1] or [S, 2]; y_ptr [R, N]
 #   grid (most_row_tiles * cdiv(N, BLOCK_N),): an upper bound; a program owns one tile of one slot, see row_tiles.py
 #   fp32. Rows from the slot's end on may be read, but are not written; TMA fills D and N up with zeros.
 
@@ -53,6 +61,7 @@ def _many_rows_kernel(
     num_slots,
     num_x_rows,
     PARTS: tl.constexpr,
+    SLOT_STEP: tl.constexpr,
     BLOCK_S: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -61,11 +70,11 @@ def _many_rows_kernel(
 ):
     wait_for_inputs(PDL)
     tiles_n = tl.cdiv(num_columns, BLOCK_N)
-    tiles_until = tiles_until_slot(offsets_ptr, num_slots, tiles_n, BLOCK_S, BLOCK_M)
+    tiles_until = tiles_until_slot(offsets_ptr, num_slots, tiles_n, SLOT_STEP, BLOCK_S, BLOCK_M)
     slot, tile = slot_of_program(tiles_until, tl.program_id(0))
     if slot >= num_slots:
         return
-    start, end = tl.load(offsets_ptr + slot), tl.load(offsets_ptr + slot + 1)
+    start, end = slot_range(offsets_ptr, slot, SLOT_STEP)
     tile_m, tile_n = tile_of_program(tile, tl.cdiv(end - start, BLOCK_M), tiles_n, GROUP_M)  # pyright: ignore
     first_row, first_n = start + tile_m * BLOCK_M, tile_n * BLOCK_N
     num_groups, block_rows = tl.cdiv(width, 128), tl.cdiv(num_columns, 128)
@@ -118,6 +127,7 @@ def launch_many_rows(x: Quantized, w: QuantizedBlocks, offsets_S1: Tensor, y_RN:
         num_slots,
         x.values.shape[0],
         PARTS=parts,
+        SLOT_STEP=slot_step(offsets_S1),
         BLOCK_S=next_power_of_2(num_slots),
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,

@@ -30,28 +30,41 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from kernels.checks import cdiv
 from kernels.dependent_launch import dependent_launch
-from kernels.row_tiles import most_row_tiles, tile_of_program
+from kernels.row_tiles import most_row_tiles, slot_step, tile_of_program
 from kernels.tiles import TileConfig, num_multiprocessors
 
 
 @gluon.jit
-def _advance(offsets_ptr, slot, passed, program, num_slots, tiles_n, BLOCK_M: gl.constexpr):
+def _advance(offsets_ptr, slot, passed, program, num_slots, tiles_n, SLOT_STEP: gl.constexpr, BLOCK_M: gl.constexpr):
     """From a slot at or before the program's: (its slot, tiles of the slots before it, first row, end of its rows)."""
-    start = gl.load(offsets_ptr + slot)
-    end = gl.load(offsets_ptr + slot + 1)
+    start = gl.load(offsets_ptr + slot * SLOT_STEP)
+    end = gl.load(offsets_ptr + slot * SLOT_STEP + 1)
     own = (end - start + BLOCK_M - 1) // BLOCK_M * tiles_n
     while (slot < num_slots) & (program >= passed + own):
         passed += own
         slot += 1
-        start = end
-        end = gl.load(offsets_ptr + min(slot + 1, num_slots))
+        if SLOT_STEP == 1:
+            start = end
+            end = gl.load(offsets_ptr + min(slot + 1, num_slots))
+        else:
+            start = gl.load(offsets_ptr + min(slot, num_slots - 1) * SLOT_STEP)
+            end = gl.load(offsets_ptr + min(slot, num_slots - 1) * SLOT_STEP + 1)
         own = (end - start + BLOCK_M - 1) // BLOCK_M * tiles_n
     return slot, passed, start, end
 
 
 @gluon.jit
 def _produce(
-    x, w_desc, index_ptr, rows, sizes, buffers, SWIGLU: gl.constexpr, TILE: gl.constexpr, STAGES: gl.constexpr
+    x,
+    w_desc,
+    index_ptr,
+    rows,
+    sizes,
+    buffers,
+    SWIGLU: gl.constexpr,
+    TILE: gl.constexpr,
+    SLOT_STEP: gl.constexpr,
+    STAGES: gl.constexpr,
 ):
     """Fills the stages. `rows` is (offsets_ptr, num_slots), `sizes` (columns, width, x's stride / 8)."""
     BLOCK_M: gl.constexpr = TILE[0]
@@ -66,7 +79,7 @@ def _produce(
     tiles_n = (num_columns + BLOCK_N - 1) // BLOCK_N
     program = gl.program_id(0)
     step = program * 0
-    slot, passed, start, end = _advance(offsets_ptr, step, step, program, num_slots, tiles_n, BLOCK_M)
+    slot, passed, start, end = _advance(offsets_ptr, step, step, program, num_slots, tiles_n, SLOT_STEP, BLOCK_M)
     while slot < num_slots:
         tile_m, tile_n = tile_of_program(program - passed, (end - start + BLOCK_M - 1) // BLOCK_M, tiles_n, TILE[3])
         first_row = start + tile_m * BLOCK_M
@@ -99,7 +112,7 @@ def _produce(
                 tma.async_copy_global_to_shared(x, [first_row, first], ready, xs.index(stage))
             step += 1
         program += gl.num_programs(0)
-        slot, passed, start, end = _advance(offsets_ptr, slot, passed, program, num_slots, tiles_n, BLOCK_M)
+        slot, passed, start, end = _advance(offsets_ptr, slot, passed, program, num_slots, tiles_n, SLOT_STEP, BLOCK_M)
 
 
 @gluon.jit
@@ -174,6 +187,7 @@ def _consume(
     SWIGLU: gl.constexpr,
     GATHER: gl.constexpr,
     TILE: gl.constexpr,
+    SLOT_STEP: gl.constexpr,
     STAGES: gl.constexpr,
     GROUP: gl.constexpr,
 ):
@@ -188,7 +202,7 @@ def _consume(
     program = gl.program_id(0) + GROUP * gl.num_programs(0)
     step = GROUP * steps
     turn = step * 0
-    slot, passed, start, end = _advance(offsets_ptr, turn, turn, program, num_slots, tiles_n, BLOCK_M)
+    slot, passed, start, end = _advance(offsets_ptr, turn, turn, program, num_slots, tiles_n, SLOT_STEP, BLOCK_M)
     while slot < num_slots:
         tile_m, tile_n = tile_of_program(program - passed, (end - start + BLOCK_M - 1) // BLOCK_M, tiles_n, TILE[3])
         first_row = start + tile_m * BLOCK_M
@@ -200,13 +214,14 @@ def _consume(
         step += steps
         turn += 1
         program += 2 * gl.num_programs(0)
-        slot, passed, start, end = _advance(offsets_ptr, slot, passed, program, num_slots, tiles_n, BLOCK_M)
+        slot, passed, start, end = _advance(offsets_ptr, slot, passed, program, num_slots, tiles_n, SLOT_STEP, BLOCK_M)
 
 
 # y[r, n] as kernels/grouped_gemm.py defines it.
 #   x: rows in order as a descriptor [R, D] of blocks [BLOCK_M, BLOCK_K], or with index_ptr int32 [R] a pointer [X, D]
 #   stride_x8: between rows of x, in groups of 8 values; D is a multiple of 8 too
-#   w_desc: [S * N or S * 2N, D] of blocks [BLOCK_N, BLOCK_K]; offsets_ptr int32 [S+1]; y_ptr [R, N], rows strided
+#   w_desc: [S * N or S * 2N, D] of blocks [BLOCK_N, BLOCK_K]; offsets_ptr int32 [S+1] or [S, 2];
+#   y_ptr [R, N], rows strided
 #   grid (multiprocessors,) or fewer: a program owns every so-manieth tile, slot by slot, until there are no more.
 #   fp32 accumulation. Rows from a slot's end on may be read (they are the next slot's, or zero) and are not written;
 #   D and N are filled up with zeros.
@@ -227,6 +242,7 @@ def _grouped_gemm_specialized_kernel(
     BLOCK_N: gl.constexpr,
     BLOCK_K: gl.constexpr,
     GROUP_M: gl.constexpr,
+    SLOT_STEP: gl.constexpr,
     STAGES: gl.constexpr,
     PDL: gl.constexpr,
 ):
@@ -258,9 +274,9 @@ def _grouped_gemm_specialized_kernel(
     out = (y_ptr, stride_y, num_columns)
     gl.warp_specialize(
         [
-            (_consume, (rows, out, width, buffers, SWIGLU, GATHER, TILE, STAGES, 0)),
-            (_consume, (rows, out, width, buffers, SWIGLU, GATHER, TILE, STAGES, 1)),
-            (_produce, (x, w_desc, index_ptr, rows, sizes, buffers, SWIGLU, TILE, STAGES)),
+            (_consume, (rows, out, width, buffers, SWIGLU, GATHER, TILE, SLOT_STEP, STAGES, 0)),
+            (_consume, (rows, out, width, buffers, SWIGLU, GATHER, TILE, SLOT_STEP, STAGES, 1)),
+            (_produce, (x, w_desc, index_ptr, rows, sizes, buffers, SWIGLU, TILE, SLOT_STEP, STAGES)),
         ],
         [4, 4],
         [216, 56],
@@ -306,6 +322,7 @@ def launch_specialized(
         BLOCK_N=tile.block_n,
         BLOCK_K=tile.block_k,
         GROUP_M=group_m,
+        SLOT_STEP=slot_step(offsets_S1),
         STAGES=tile.num_stages,
         num_warps=tile.num_warps,
         **dependent_launch(x_XD),

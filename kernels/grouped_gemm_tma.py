@@ -16,13 +16,21 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernels.checks import cdiv, next_power_of_2
 from kernels.dependent_launch import dependent_launch, wait_for_inputs
-from kernels.row_tiles import most_row_tiles, slot_of_program, swiglu, tile_of_program, tiles_until_slot
+from kernels.row_tiles import (
+    most_row_tiles,
+    slot_of_program,
+    slot_range,
+    slot_step,
+    swiglu,
+    tile_of_program,
+    tiles_until_slot,
+)
 from kernels.tiles import TileConfig, num_multiprocessors
 
 # y[r, n] as kernels/grouped_gemm.py defines it.
 #   x: rows in order as a descriptor [R, D] of blocks [BLOCK_M, BLOCK_K], or with index_ptr int32 [R] a pointer [X, D]
 #   w_desc: [S, N, D] of blocks [1, BLOCK_N, BLOCK_K]; SWIGLU: [2S, N, D] of blocks [2, BLOCK_N, BLOCK_K]
-#   offsets_ptr int32 [S+1]; y_ptr [R, N], rows strided
+#   offsets_ptr int32 [S+1] or [S, 2]; y_ptr [R, N], rows strided
 #   grid: PERSISTENT (multiprocessors,), a program owns every so-manieth tile, slot by slot; else (most_row_tiles *
 #   cdiv(N, BLOCK_N),), one tile each, and surplus programs do nothing.
 #   fp32 accumulation. Rows from a slot's end on may be read (they are the next slot's, or zero) and are not written;
@@ -90,6 +98,7 @@ def _grouped_gemm_tma_kernel(
     SWIGLU: tl.constexpr,
     EVEN: tl.constexpr,
     PERSISTENT: tl.constexpr,
+    SLOT_STEP: tl.constexpr,
     BLOCK_S: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -99,12 +108,12 @@ def _grouped_gemm_tma_kernel(
 ):
     wait_for_inputs(PDL)
     tiles_n = tl.cdiv(num_columns, BLOCK_N)
-    tiles_until = tiles_until_slot(offsets_ptr, num_slots, tiles_n, BLOCK_S, BLOCK_M)
+    tiles_until = tiles_until_slot(offsets_ptr, num_slots, tiles_n, SLOT_STEP, BLOCK_S, BLOCK_M)
     num_tiles = tl.max(tiles_until, axis=0)
     if PERSISTENT:
         for program in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0), flatten=True):
             slot, tile = slot_of_program(tiles_until, program)
-            start, end = tl.load(offsets_ptr + slot), tl.load(offsets_ptr + slot + 1)
+            start, end = slot_range(offsets_ptr, slot, SLOT_STEP)
             tile_m, tile_n = tile_of_program(tile, tl.cdiv(end - start, BLOCK_M), tiles_n, GROUP_M)  # pyright: ignore
             _tile(
                 x,
@@ -127,7 +136,7 @@ def _grouped_gemm_tma_kernel(
             )
     elif tl.program_id(0) < num_tiles:
         slot, tile = slot_of_program(tiles_until, tl.program_id(0))
-        start, end = tl.load(offsets_ptr + slot), tl.load(offsets_ptr + slot + 1)
+        start, end = slot_range(offsets_ptr, slot, SLOT_STEP)
         tile_m, tile_n = tile_of_program(tile, tl.cdiv(end - start, BLOCK_M), tiles_n, GROUP_M)  # pyright: ignore
         _tile(
             x,
@@ -193,6 +202,7 @@ def launch_tma(
         SWIGLU=swiglu,
         EVEN=width % tile.block_k == 0,
         PERSISTENT=persistent,
+        SLOT_STEP=slot_step(offsets_S1),
         BLOCK_S=next_power_of_2(num_slots),
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,

@@ -2,12 +2,20 @@
 
 Knows offsets and tile sizes; knows nothing of what is computed. The host never reads the offsets: it launches an upper
 bound of programs, and each finds its tile by counting those of the slots before.
+
+Where a slot's rows lie is said in one of two forms, int32 both: offsets [S + 1], ascending, where slot s has the rows
+from offsets[s] to offsets[s + 1]; or ranges [S, 2], the start and end of each, in any order and anywhere. Kernels see
+them as SLOT_STEP, the integers from one slot's start to the next one's: 1 or 2; the end stands behind the start.
 """
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
+
+from kernels.checks import assert_dtype, assert_shape
 
 
 def most_row_tiles(num_rows: int, num_slots: int, block_m: int) -> int:
@@ -30,12 +38,38 @@ def tile_of_program(program, tiles_m, tiles_n, GROUP_M: tl.constexpr):
     return first_m + (program % per_group) % rows, (program % per_group) // rows
 
 
+def check_offsets(offsets_S1: Tensor, num_slots: int) -> None:
+    """AssertionError unless these are the offsets or ranges of so many slots."""
+    assert_shape("offsets_S1", offsets_S1, (num_slots + 1,) if slot_step(offsets_S1) == 1 else (num_slots, 2))
+    assert_dtype("offsets_S1", offsets_S1, torch.int32)
+    assert offsets_S1.is_contiguous(), f"offsets_S1 has strides {offsets_S1.stride()}"
+
+
+def slot_step(offsets_S1: Tensor) -> int:
+    """SLOT_STEP of offsets or ranges."""
+    return offsets_S1.dim()
+
+
+def ranges_of(offsets_S1: Tensor) -> list[tuple[int, int]]:
+    """(start, end) of each slot's rows. Reads the offsets or ranges: for the CPU only."""
+    ends = offsets_S1.flatten().tolist()
+    return [(ends[at], ends[at + 1]) for at in range(0, len(ends) - 1, slot_step(offsets_S1))]
+
+
 @triton.jit
-def tiles_until_slot(offsets_ptr, num_slots, tiles_n, BLOCK_S: tl.constexpr, BLOCK_M: tl.constexpr):
+def slot_range(offsets_ptr, slot, SLOT_STEP: tl.constexpr):
+    """(first row, end of the rows) of a slot."""
+    return tl.load(offsets_ptr + slot * SLOT_STEP), tl.load(offsets_ptr + slot * SLOT_STEP + 1)
+
+
+@triton.jit
+def tiles_until_slot(
+    offsets_ptr, num_slots, tiles_n, SLOT_STEP: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_M: tl.constexpr
+):
     """int32 [BLOCK_S]: the tiles of this slot and of all before it."""
     s = tl.arange(0, BLOCK_S)
-    starts = tl.load(offsets_ptr + s, mask=s < num_slots, other=0)
-    ends = tl.load(offsets_ptr + s + 1, mask=s < num_slots, other=0)
+    starts = tl.load(offsets_ptr + s * SLOT_STEP, mask=s < num_slots, other=0)
+    ends = tl.load(offsets_ptr + s * SLOT_STEP + 1, mask=s < num_slots, other=0)
     return tl.cumsum(tl.cdiv(ends - starts, BLOCK_M) * tiles_n, axis=0)
 
 

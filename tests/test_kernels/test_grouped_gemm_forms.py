@@ -30,7 +30,7 @@ def test_compiles(arch, name, swiglu, gathered):
     args: dict[str, object] = {"num_columns": "i32", "width": "i32", "num_slots": "i32"}
     args |= {"offsets_ptr": "*i32", "y_ptr": "*bf16", "stride_y": "i32", "index_ptr": "*i32" if gathered else None}
     args |= {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k}
-    args |= {"SWIGLU": swiglu, "GROUP_M": 8, "PDL": True}
+    args |= {"SWIGLU": swiglu, "GROUP_M": 8, "SLOT_STEP": 1 + gathered, "PDL": True}
     if tile.form == "specialized":
         args |= {"x": "*bf16" if gathered else box("bf16", tile.block_m, tile.block_k)}
         args |= {"w_desc": box("bf16", tile.block_n, tile.block_k), "STAGES": tile.num_stages}

@@ -305,7 +305,7 @@ def test_compiles_for_few_rows(arch, rows, parts):
     args |= {"w": f"tensordesc<fp8e4nv[{parts}, {tile.block_n}, 128]>" if tma else "*fp8e4nv", "W_DESC": tma}
     args |= {"offsets_ptr": "*i32", "index_ptr": "*i32", "num_columns": "i32", "width": "i32", "num_slots": "i32"}
     args |= {"PARTS": parts, "EVEN_K": rows > 1, "BLOCK_S": 128, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n}
-    args |= {"num_x_rows": "i32", "GROUP_M": 8, "PDL": arch >= 90}
+    args |= {"num_x_rows": "i32", "SLOT_STEP": parts, "GROUP_M": 8, "PDL": arch >= 90}
     assert compile_ahead(_few_rows_kernel, arch, args, num_warps=tile.num_warps, num_stages=tile.num_stages)
 
 
@@ -318,5 +318,5 @@ def test_compiles_for_many_rows(arch, parts):
     args |= {"x_desc": f"tensordesc<fp8e4nv[{tile.block_m}, 128]>", "num_x_rows": "i32", "num_columns": "i32"}
     args |= {"w_desc": f"tensordesc<fp8e4nv[{parts}, {tile.block_n}, 128]>", "width": "i32", "num_slots": "i32"}
     args |= {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "PARTS": parts}
-    args |= {"BLOCK_S": 128, "GROUP_M": 8, "PDL": True}
+    args |= {"SLOT_STEP": parts, "BLOCK_S": 128, "GROUP_M": 8, "PDL": True}
     assert compile_ahead(_many_rows_kernel, arch, args, num_warps=tile.num_warps, num_stages=tile.num_stages)

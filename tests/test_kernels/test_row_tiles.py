@@ -46,7 +46,7 @@ def _owners_kernel(
 ):
     """out int32 [programs, 3]: slot, row tile, column tile; untouched where there is nothing to do."""
     program = tl.program_id(0)
-    slot, tile = slot_of_program(tiles_until_slot(offsets_ptr, num_slots, tiles_n, BLOCK_S, BLOCK_M), program)
+    slot, tile = slot_of_program(tiles_until_slot(offsets_ptr, num_slots, tiles_n, 1, BLOCK_S, BLOCK_M), program)
     if slot >= num_slots:
         return
     rows = tl.load(offsets_ptr + slot + 1) - tl.load(offsets_ptr + slot)
