@@ -319,6 +319,9 @@ def test_the_counters_and_the_plan_are_there(llm: LLM) -> None:
 @pytest.mark.gpu
 def test_the_demo_fits_its_plan_on_a_gpu() -> None:
     """The cache is sized from what is left after the largest steps; a full batch then runs within it."""
+    free, total = torch.cuda.mem_get_info()
+    if free < 0.6 * total:
+        pytest.skip("other processes hold the GPU's memory")
     with LLM(model="demo", device="cuda", memory_fraction=0.5, max_num_seqs=64) as llm:
         plan = llm.memory_plan
         assert plan.total_bytes is not None and plan.workspace_bytes > 0

@@ -12,18 +12,22 @@ from tests.paged_cache import draw, index, paged_cache, starts
 
 
 def check_gather(gather, page, width, token_starts, counts, padding, dtype, device):
+    """Rows of `width` columns, three eighths of which are the second part."""
+    latent = width - width * 3 // 8
     ends = [start + count for start, count in zip(token_starts, counts)]
     cache = paged_cache(ends, page=page, width=width, dtype=dtype, device=device)
-    rows_RX = gather(
+    latent_RL, rest_RX = gather(
         cache.k_cache_NPGC[:, :, 0],
         cache.block_tables_BM,
         index(token_starts, device),
         starts(counts, device),
         num_rows=sum(counts) + padding,
+        latent=latent,
     )
     wanted = [cache.keys[b][start:end, 0] for b, (start, end) in enumerate(zip(token_starts, ends))]
     wanted.append(torch.zeros(padding, width, dtype=dtype, device=device))
-    assert_same_bits(rows_RX, torch.cat(wanted))
+    assert latent_RL.shape[1] == latent and latent_RL.is_contiguous() and rest_RX.is_contiguous()
+    assert_same_bits(torch.cat([latent_RL, rest_RX], dim=1), torch.cat(wanted))
 
 
 GATHERS = [
@@ -55,8 +59,9 @@ def test_C16_rows_of_the_last_block_above_two_to_the_31():
     cache_NPX = torch.full((num_blocks, page, width), torch.nan, dtype=torch.bfloat16, device="cuda")
     cache_NPX[-1] = draw(page, width, dtype=torch.bfloat16, device="cuda")
     table_BM = index([0, num_blocks - 1], "cuda").view(1, 2)
-    rows_RX = gather_paged(cache_NPX, table_BM, index([page], "cuda"), starts([page], "cuda"), num_rows=page)
-    assert_same_bits(rows_RX, cache_NPX[-1])
+    operands = (cache_NPX, table_BM, index([page], "cuda"), starts([page], "cuda"))
+    parts = gather_paged(*operands, num_rows=page, latent=512)
+    assert_same_bits(torch.cat(parts, dim=1), cache_NPX[-1])
 
 
 @aot
@@ -66,9 +71,10 @@ def test_C16_rows_of_the_last_block_above_two_to_the_31():
 )
 @pytest.mark.parametrize("aligned", [True, False])
 def test_kernel_compiles_ahead_of_time(arch, cached, aligned):
-    pointers = {"cache_ptr": f"*{cached}", "rows_ptr": "*bf16", "scales_ptr": None if cached == "bf16" else "*fp32"}
+    pointers = {"cache_ptr": f"*{cached}", "latent_ptr": "*bf16", "rest_ptr": "*bf16", "scales_ptr": None if cached == "bf16" else "*fp32"}
     indices = dict.fromkeys(("tables_ptr", "token_starts_ptr", "row_starts_ptr"), "*i32")
-    numbers = dict.fromkeys(("num_sequences", "page_size", "stride_cn", "stride_cp", "stride_tb"), "i32")
-    numbers |= {"stride_sn": "i32", "stride_sp": "i32", "LATENT": 512}
-    args = {**pointers, **indices, **numbers, "WIDTH": 576, "BLOCK_X": 1024, "BLOCK_B": 64, "PDL": arch >= 90}
+    numbers = dict.fromkeys(("num_rows", "num_sequences", "page_size", "stride_cn", "stride_cp", "stride_tb"), "i32")
+    numbers |= {"stride_sn": "i32", "stride_sp": "i32"}
+    blocks = {"LATENT": 512, "REST": 64, "BLOCK_R": 4, "BLOCK_L": 512, "BLOCK_X": 64, "BLOCK_B": 64}
+    args = {**pointers, **indices, **numbers, **blocks, "PDL": arch >= 90}
     compile_ahead(_gather_kernel, arch, args, aligned=aligned)

@@ -19,12 +19,12 @@ from kernels.gather import LatentScaling, gather_paged_reference, gather_paged_t
 from kernels.kv_quantize import KVScales, store_rows_reference
 from kernels.mla_decode import mla_decode, mla_decode_reference, mla_decode_triton
 from kernels.quantize import FP8, TINIEST, fp8_scale, to_fp8
-from tests.compare import assert_same_bits, max_rel, rel_norm
+from tests.compare import assert_same_as_separate, assert_same_bits, max_rel, rel_norm
 from tests.paged_cache import PagedCache, assert_accurate, dense_attention, draw, index, paged_cache, starts
 from tests.test_kernels.test_latent_rope_store import operands as latent_operands
 from tests.test_kernels.test_qk_rope_store import operands as head_operands
 
-TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 UNROUNDED = 2e-3  # codes of the interpreter's stores, in fp16
 
 
@@ -192,10 +192,10 @@ def test_latents(backend, page, heads, latent, rope, lens):
     assert_same_bits(torch.cat(alone), mla_decode(*operands, **bounds))
 
     where = (cache.block_tables_BM, index([0] * len(lens), backend.device), starts(lens, backend.device))
-    scaling = LatentScaling(scales_NP2, latent, backend.dtype)
+    scaling = LatentScaling(scales_NP2, backend.dtype)
     rows_RX = torch.cat([keys[:, 0] for keys in cache.keys])
     for gather in (gather_paged_triton, gather_paged_reference):
-        out_RX = gather(cache_NPX, *where, num_rows=sum(lens) + 3, scaling=scaling)
+        out_RX = torch.cat(gather(cache_NPX, *where, num_rows=sum(lens) + 3, latent=latent, scaling=scaling), dim=1)
         assert_same_bits(out_RX[: sum(lens)], rows_RX.float().to(backend.dtype))
         assert not out_RX[sum(lens) :].any()
 
@@ -205,11 +205,17 @@ def scales_for(cache_NPGC: Tensor) -> Tensor:
 
 
 def assert_stored(codes: Tensor, scales: Tensor, plain: Tensor, *, rounded: bool) -> None:
-    """Codes and scales of rows that a cache in the model dtype would hold as `plain`; what it does not hold is NaN."""
+    """Codes and scales of rows that a cache in the model dtype would hold as `plain`; what it does not hold is NaN.
+
+    In fp32 on a GPU the two kernels may differ in a last bit (tests.compare), which moves a code that lies between two.
+    """
     wanted = coded(plain, (plain.shape[-1],))
-    assert_same_bits(scales, wanted.scales[..., 0])
+    assert_same_as_separate(scales, wanted.scales[..., 0])
     known = ~plain.isnan().any(-1)
-    if rounded:
+    if rounded and plain.dtype == torch.float32:
+        ours, theirs = codes[known].float(), wanted.values[known].float()
+        assert float((ours != theirs).float().mean()) < 1e-3 and max_rel(ours, theirs) < 0.13
+    elif rounded:
         assert_same_bits(codes[known].float(), wanted.values[known].float())
     else:
         exactly = plain[known].double() / scales[known].double()[..., None]
@@ -235,7 +241,7 @@ def test_the_store_writes_codes_and_scales(backend, heads, kv_heads, width, rota
     codes = [torch.full_like(x, torch.nan, dtype=FP8 if rounded else torch.float16) for x in caches]
     scales = KVScales(*(scales_for(x) for x in caches))
     q_THC = qk_rope_store._launch(*args[:5], *codes, args[7], scales)
-    assert_same_bits(q_THC, plain_q)
+    assert_same_as_separate(q_THC, plain_q)
     for ours, of_rows, plain in zip(codes, scales[:2], caches):
         assert_stored(ours, of_rows, plain, rounded=rounded)
 
