@@ -15,6 +15,7 @@ CACHE_DTYPES = (*DTYPES, "fp8", "fp8-layer", "int4")
 QUANTIZATIONS = ("auto", "none", "fp8")
 OVERLAPS = ("auto", "none", "shared", "halves")
 RESUMES = ("auto", "require", "never", "force", "true", "false")
+REGIMES = ("off", "auto", "cache", "stream")
 DISPATCHERS = ("auto", "local", "all_to_all", "all_gather", "one_sided", "deep_ep")
 
 
@@ -61,6 +62,7 @@ def check(config: Config) -> None:
     _check_engine(config)
     _check_cache(config)
     _check_balance(config)
+    _check_offload(config)
     _check_job(config)
 
 
@@ -174,6 +176,55 @@ def _check_balance(config: Config) -> None:
             )
     if balance.move == "always" and not balance.interval:
         raise ValueError("balance.move=always needs looks to move after; give balance.interval, or leave it out.")
+
+
+def _check_offload(config: Config) -> None:
+    offload = config.offload
+    _one_of("offload.regime", offload.regime, REGIMES)
+    _one_of("offload.tier", offload.tier, ("host", "disk"))
+    _number("offload.slots_per_layer", offload.slots_per_layer, 0)
+    _number("offload.gpu_gb", offload.gpu_gb, 0, low_open=True)
+    _number("offload.host_gb", offload.host_gb, 0, low_open=True)
+    _number("offload.tokens_per_seq", offload.tokens_per_seq, 1)
+    beside = {name: getattr(offload, name) for name in ("slots_per_layer", "gpu_gb", "host_gb", "tokens_per_seq", "tier")}
+    beside = {name: value for name, value in beside.items() if value not in (None, "host")}
+    if offload.regime == "off" and beside:
+        name, value = next(iter(beside.items()))
+        raise ValueError(
+            f"offload.{name}={value} has no effect with offload.regime=off; give offload.regime=auto, or leave it out."
+        )
+    given = {name: value for name, value in beside.items() if name in ("slots_per_layer", "gpu_gb")}
+    if len(given) == 2:
+        raise ValueError(
+            f"offload.slots_per_layer={offload.slots_per_layer} and offload.gpu_gb={offload.gpu_gb} both say how many "
+            "experts the GPU holds; leave one of them out."
+        )
+    if given and offload.tokens_per_seq is not None:
+        name, value = next(iter(given.items()))
+        raise ValueError(
+            f"offload.tokens_per_seq={offload.tokens_per_seq} sizes the cache before the experts, whose room "
+            f"offload.{name}={value} says already; leave one of them out."
+        )
+    if offload.regime == "cache" and offload.slots_per_layer == 0:
+        raise ValueError(
+            "offload.slots_per_layer=0 holds no expert on the GPU, so offload.regime=cache has nothing to keep; give 1 "
+            "or more, or offload.regime=stream."
+        )
+    if offload.tier == "disk":
+        _check_disk(config)
+
+
+def _check_disk(config: Config) -> None:
+    if config.offload.host_gb is None:
+        raise ValueError(
+            "offload.tier=disk reads experts through a part of host memory, and nothing says how large; give "
+            "offload.host_gb, or offload.tier=host."
+        )
+    if config.load_format == "dummy":
+        raise ValueError(
+            "offload.tier=disk reads experts from the checkpoint's files, and load_format=dummy has none; give "
+            "offload.tier=host."
+        )
 
 
 def _check_job(config: Config) -> None:

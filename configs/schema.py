@@ -114,6 +114,20 @@ class BalanceConfig(Section):
 
 
 @dataclass
+class OffloadConfig(Section):
+    """Experts in host memory, for models larger than the GPUs: docs/offload.md."""
+
+    regime: str = key("off", "off: all experts on the GPU; else in host memory: auto, cache (few rows) or stream (many)")
+    slots_per_layer: int | None = key(None, "expert slots of a layer that are held on the GPU; null: gpu_gb, or auto")
+    gpu_gb: float | None = key(None, "GiB for experts on a GPU; null: what weights, steps and the wanted cache leave")
+    host_gb: float | None = key(None, "GiB of pinned memory of a host, shared by its ranks; null: what is needed")
+    tier: str = key("host", "host: all experts in pinned memory; disk: read from their files through host_gb")
+    tokens_per_seq: int | None = key(
+        None, "auto: tokens of a sequence that the cache gets room for; null: 1024, or engine.max_model_len where lower"
+    )
+
+
+@dataclass
 class JobConfig(Section):
     """The job around the file."""
 
@@ -159,6 +173,7 @@ class Config(Section):
     cache: CacheConfig = field(default_factory=CacheConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     balance: BalanceConfig = field(default_factory=BalanceConfig)
+    offload: OffloadConfig = field(default_factory=OffloadConfig)
     job: JobConfig = field(default_factory=JobConfig)
 
 
