@@ -186,7 +186,9 @@ def _check_offload(config: Config) -> None:
     _number("offload.gpu_gb", offload.gpu_gb, 0, low_open=True)
     _number("offload.host_gb", offload.host_gb, 0, low_open=True)
     _number("offload.tokens_per_seq", offload.tokens_per_seq, 1)
-    beside = {name: getattr(offload, name) for name in ("slots_per_layer", "gpu_gb", "host_gb", "tokens_per_seq", "tier")}
+    beside = {
+        name: getattr(offload, name) for name in ("slots_per_layer", "gpu_gb", "host_gb", "tokens_per_seq", "tier")
+    }
     beside = {name: value for name, value in beside.items() if value not in (None, "host")}
     if offload.regime == "off" and beside:
         name, value = next(iter(beside.items()))

@@ -117,7 +117,9 @@ class BalanceConfig(Section):
 class OffloadConfig(Section):
     """Experts in host memory, for models larger than the GPUs: docs/offload.md."""
 
-    regime: str = key("off", "off: all experts on the GPU; else in host memory: auto, cache (few rows) or stream (many)")
+    regime: str = key(
+        "off", "off: all experts on the GPU; else in host memory: auto, cache (few rows) or stream (many)"
+    )
     slots_per_layer: int | None = key(None, "expert slots of a layer that are held on the GPU; null: gpu_gb, or auto")
     gpu_gb: float | None = key(None, "GiB for experts on a GPU; null: what weights, steps and the wanted cache leave")
     host_gb: float | None = key(None, "GiB of pinned memory of a host, shared by its ranks; null: what is needed")
