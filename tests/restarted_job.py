@@ -1,5 +1,7 @@
 """A job's rank under torchrun that is killed, a random one in each attempt but the last, after some of its records.
 
+KILLS is how often, or KILLS:RECORDS, each time after so many records of that rank.
+
 torchrun --nproc-per-node 2 --max-restarts 10 tests/restarted_job.py KILLS WORDS...     # one rank
 python -m tests.restarted_job KILLS WORDS...      # torchrun's agent and two ranks, forked from one process
 """
@@ -20,11 +22,11 @@ from moe.batch.journal_writer import JournalWriter
 RANKS = 2
 
 
-def rank_main(kills: int, words: list[str]) -> None:
+def rank_main(kills: int, records: int | None, words: list[str]) -> None:
     """This rank's attempt. All ranks draw the same victim."""
     attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     draw = random.Random(attempt)
-    victim, after = draw.randrange(RANKS), draw.randint(1, 3)
+    victim, after = draw.randrange(RANKS), records or draw.randint(1, 3)
     if attempt < kills and int(os.environ["RANK"]) == victim:
         append = JournalWriter.append
 
@@ -40,9 +42,10 @@ def rank_main(kills: int, words: list[str]) -> None:
 
 
 def main() -> None:
-    kills, words = int(sys.argv[1]), sys.argv[2:]
+    kills, words = int(sys.argv[1].partition(":")[0]), sys.argv[2:]
+    records = int(sys.argv[1].partition(":")[2] or 0) or None
     if "RANK" in os.environ:
-        rank_main(kills, words)
+        rank_main(kills, records, words)
         return
     config = LaunchConfig(
         min_nodes=1,
@@ -55,7 +58,7 @@ def main() -> None:
         monitor_interval=0.1,
         start_method="fork",
     )
-    elastic_launch(config, rank_main)(kills, words)
+    elastic_launch(config, rank_main)(kills, records, words)
 
 
 if __name__ == "__main__":
