@@ -18,6 +18,7 @@ from moe.model.experts import DenseMLP
 from moe.model.layer import MoELayer
 from moe.model.linear import Parameters
 from moe.model.mla import MLAttention, MLAWorkspace
+from moe.model.offloaded_experts import Offload
 from moe.model.step_plan import StepPlan
 
 
@@ -32,6 +33,7 @@ class Block:
         dispatchers: Dispatchers | None,
         cos_sin_PR: Tensor,
         workspace: MLAWorkspace | None,
+        offload: Offload | None = None,
     ) -> None:
         name = f"layers.{index}"
         self.index = index
@@ -45,7 +47,7 @@ class Block:
         self.mlp: MoELayer | DenseMLP
         if config.sparse_layers[index]:
             assert dispatchers is not None, f"layer {index} has experts and no dispatchers"
-            self.mlp = MoELayer(config.moe, index, parameters, dispatchers)
+            self.mlp = MoELayer(config.moe, index, parameters, dispatchers, offload)
         else:
             self.mlp = DenseMLP(parameters[f"{name}.mlp.gate_up.weight"], parameters.linear(f"{name}.mlp.down"))
 

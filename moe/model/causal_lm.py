@@ -18,10 +18,12 @@ from moe.model.block import Block
 from moe.model.config import MLAConfig, ModelConfig
 from moe.model.embedding import Embedding, Head
 from moe.model.half_steps import split_step
+from moe.model.layer import MoELayer
 from moe.model.linear import Parameters
 from moe.model.mla import MLAttention, MLAWorkspace
+from moe.model.offloaded_experts import Offload
 from moe.model.overlap import NO_OVERLAP, Overlap, SideStream, Stages, run_halves, run_through
-from moe.model.parameter_shapes import parameter_shapes
+from moe.model.parameter_shapes import is_expert_parameter, parameter_shapes
 from moe.model.rope_table import rope_table
 from moe.model.step_input import StepInput
 from moe.model.step_plan import HalfLoads, StepPlan, plan_step
@@ -39,6 +41,7 @@ class CausalLM:
     """A decoder with its parameters allocated but not filled: load into `targets()`, then call `finalize()`.
 
     `layout` says which experts of each layer are held here and how rows reach the others; left out, all are here.
+    `offload`: their weights are in host memory, where `targets` has them.
     `overlap`: what runs meanwhile. `max_model_len` is the longest sequence the engine admits: the rope table is exactly
     that long. `load` counts the rows of each expert once it is set: LoadCounter(config.num_layers,
     config.moe.num_experts, device, experts).
@@ -55,6 +58,7 @@ class CausalLM:
         mla_workspace_tokens: int,
         layout: ExpertLayout | None = None,
         overlap: Overlap = NO_OVERLAP,
+        offload: Offload | None = None,
     ) -> None:
         self.config = config
         self.dtype = dtype
@@ -64,6 +68,7 @@ class CausalLM:
             whole = Placement.contiguous(config.moe.num_experts, num_ranks=1)
             layout = ExpertLayout.local(dict.fromkeys(config.layers_with_experts or (0,), whole), 0, device)
         self.layout = layout
+        self.offload = offload
         self.load: LoadCounter | None = None
         self.products: dict[str, str] = {}
         self.mla_workspace_tokens: int | None = None
@@ -76,16 +81,21 @@ class CausalLM:
             {
                 name: torch.empty(spec.shape, dtype=spec.dtype(dtype), device=device)
                 for name, spec in parameter_shapes(config, layout.num_slots).items()
+                if offload is None or not is_expert_parameter(name)
             }
+            | ({} if offload is None else dict(offload.host.tensors))
         )
         self.dispatchers = next(iter(layout.dispatchers.values()))  # of one layer for all: they share their buffers
         self.overlap = overlap
         self.side = SideStream(device)
         self.embedding = Embedding(self.parameters["embed.weight"])
         self.blocks = [
-            Block(config, index, self.parameters, layout.dispatchers.get(index), self.cos_sin_PR, workspace)
+            Block(config, index, self.parameters, layout.dispatchers.get(index), self.cos_sin_PR, workspace, offload)
             for index in range(config.num_layers)
         ]
+        if offload is not None:
+            layers = [block.mlp for block in self.blocks if isinstance(block.mlp, MoELayer)]
+            offload.connect({layer.index: layer.gate for layer in layers}, layout.experts)
         self.norm = Norm(self.parameters["norm.weight"], config.norm_eps)
         self.head = Head(self.parameters["embed.weight" if config.tie_embeddings else "lm_head.weight"])
 
@@ -94,11 +104,13 @@ class CausalLM:
         return self.parameters.tensors
 
     def finalize(self) -> None:
-        """After loading: split MLA's kv_b and choose the product of each linear shape."""
+        """After loading: split MLA's kv_b, choose the product of each linear shape, bring the first experts here."""
         for block in self.blocks:
             if isinstance(block.attention, MLAttention):
                 block.attention.finalize()
         self.products = self.parameters.choose_products()
+        if self.offload is not None:
+            self.offload.fill()
 
     @torch.no_grad()
     def forward(self, step: StepInput, kv_caches: Sequence[LayerCache]) -> Tensor:

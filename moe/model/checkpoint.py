@@ -99,9 +99,14 @@ class Checkpoint:
         return whole and aligned and all(self.files.tensors[rule.source].entry.dtype == FP8_DTYPE for rule in rules)
 
     def load_into(
-        self, targets: Mapping[str, Tensor], experts: SlotExperts, progress: Progress | None = None
+        self,
+        targets: Mapping[str, Tensor],
+        experts: SlotExperts,
+        progress: Progress | None = None,
+        device: torch.device | None = None,
     ) -> LoadReport:
         """Fills every target once. `experts[s]` is the logical expert of slot s; None: an empty slot, left alone.
+        fp8 weights are computed on `device`; left out, on their target's.
 
         Targets have the names and shapes of `parameter_shapes` for so many slots, on any device, in the dtypes that it
         fixes and else in any floating one. Files are read side by side. Logged: bfloat16 weights in float16, a tied
@@ -125,7 +130,7 @@ class Checkpoint:
                     for rule in sorted(by_file[file], key=lambda rule: self.files.tensors[rule.source].entry.begin):
                         if stop.is_set():
                             return
-                        meter.add(self._load_rule(rule, readers, targets, places, count))
+                        meter.add(self._load_rule(rule, readers, targets, places, count, device))
             except BaseException as error:
                 stop.set()
                 if isinstance(error, Exception) and not isinstance(error, ValueError):  # which names its file itself
@@ -150,24 +155,26 @@ class Checkpoint:
         targets: Mapping[str, Tensor],
         places: Places,
         count: FillCount,
+        device: torch.device | None,
     ) -> int:
         """Reads one tensor, or of a stacked one this rank's experts, into its rows; returns the bytes read."""
         target = targets[rule.target]
+        device = device or target.device
         if rule.stacked:
             parts: list[tuple[int | None, list[int] | None]] = [*sorted(places.slots_of(rule.target).items())]
         else:
             parts = [(None, None if rule.expert is None else places.slots_of(rule.target)[rule.expert])]
         num_bytes = 0
         for index, slots in parts:
-            value, scale, read_bytes = self._read(rule, readers, index, target)
+            value, scale, read_bytes = self._read(rule, readers, index, device)
             num_bytes += read_bytes
             if target.dtype == FP8:
                 assert slots is not None, f"{rule.target} is held in fp8, which only the experts' bundles are"
-                self._fill_blocks(rule, value, scale, targets, slots, count)
+                self._fill_blocks(rule, value.to(device), scale, targets, slots, count)
                 continue
             if scale is not None:
                 assert self.config.fp8_block is not None, "open lets fp8 in only where the config declares blocks"
-                value = dequantize(value.to(target.device), scale, self.config.fp8_block)
+                value = dequantize(value.to(device), scale, self.config.fp8_block)
             for slot in [None] if slots is None else slots:
                 rows = (target if slot is None else target[slot])[rule.row : rule.row + rule.rows]
                 rows.copy_(value)
@@ -192,7 +199,7 @@ class Checkpoint:
         part_rows = target.shape[1] // scales.shape[1]  # gate and up are two parts of w13, w2 is one
         first, parts = rule.row // part_rows, rule.rows // part_rows
         try:
-            blocks = expert_blocks(value.to(target.device), scale, self.config.fp8_block, parts)
+            blocks = expert_blocks(value, scale, self.config.fp8_block, parts)
         except ValueError as error:
             raise ValueError(f"tensor {rule.source}: {error}") from None
         for slot in slots:
@@ -202,15 +209,15 @@ class Checkpoint:
             count.add(scale_name(rule.target), slot, first, first + parts)
 
     def _read(
-        self, rule: WeightRule, readers: _Readers, index: int | None, target: Tensor
+        self, rule: WeightRule, readers: _Readers, index: int | None, device: torch.device
     ) -> tuple[Tensor, Tensor | None, int]:
-        """(the tensor or its `index`-th expert, its scales on the target's device if it is fp8, bytes read)."""
+        """(the tensor or its `index`-th expert, its scales on the device if it is fp8, bytes read)."""
         value = readers.read(rule.source, index)
         num_bytes = value.numel() * value.element_size()
         if self.files.tensors[rule.source].entry.dtype != FP8_DTYPE:
             return value, None, num_bytes
         stored_scale = readers.read(rule.scale_source, index)
-        scale = scale_values(stored_scale, rule.scale_source).to(target.device)
+        scale = scale_values(stored_scale, rule.scale_source).to(device)
         return value, scale, num_bytes + stored_scale.numel() * stored_scale.element_size()
 
     def _bytes_to_read(self, by_file: Mapping[Path, list[WeightRule]], places: Places) -> int:

@@ -20,6 +20,7 @@ from kernels.routing import Routing
 from moe.model.config import MoEConfig
 from moe.model.experts import DenseMLP, make_experts
 from moe.model.linear import Parameters
+from moe.model.offloaded_experts import Offload
 from moe.model.step_plan import StepPlan
 from router.gate import Gate
 
@@ -28,12 +29,19 @@ class MoELayer:
     """One sparse layer. Its output is complete on every rank: the dispatcher's combine is the only reduction of routed
     rows, and shared experts are computed by each rank for its own rows, so nothing sums them a second time."""
 
-    def __init__(self, moe: MoEConfig, index: int, parameters: Parameters, dispatchers: Dispatchers) -> None:
+    def __init__(
+        self,
+        moe: MoEConfig,
+        index: int,
+        parameters: Parameters,
+        dispatchers: Dispatchers,
+        offload: Offload | None = None,
+    ) -> None:
         name = f"layers.{index}.moe"
         self.index = index
         self.gate = Gate(parameters[f"{name}.gate.weight"], parameters.get(f"{name}.gate.bias"), moe.rule)
         self.dispatchers = dispatchers
-        self.experts = make_experts(parameters, f"{name}.experts")
+        self.experts = make_experts(parameters, f"{name}.experts") if offload is None else offload.experts[index]
         self.shared: DenseMLP | None = None
         if moe.shared_dim:
             down = parameters.linear(f"{name}.shared.down")

@@ -14,8 +14,10 @@ import torch
 
 from configs.schema import BalanceConfig, ParallelConfig
 from expert_parallel.choice import automatic_row_cap, choose, dispatcher_problems, make_dispatchers
+from expert_parallel.copy_engine import make_engine
 from expert_parallel.group import ExpertGroup
 from expert_parallel.layout import ExpertLayout
+from expert_parallel.offload_plan import OffloadPlan
 from expert_parallel.placement import Placement
 from expert_parallel.plan_file import ModelShape, load_plan
 from kernels.quantize import supports_fp8
@@ -25,6 +27,7 @@ from moe.model.config import ModelConfig
 from moe.model.dummy import fill_dummy
 from moe.model.families.registry import read_config
 from moe.model.linear import forbid_split_k
+from moe.model.offload_setup import MakeEngine, make_offload
 from moe.model.overlap import NO_OVERLAP, choose_overlap
 
 logger = logging.getLogger(__name__)
@@ -56,12 +59,15 @@ def load_model(
     mla_workspace_tokens: int = 32768,
     progress: Progress | None = None,
     spread: Spread | None = None,
+    offload: OffloadPlan | None = None,
+    copies: MakeEngine = make_engine,
 ) -> CausalLM:
     """The network of `folder` with its weights, or with weights from `seed` for load_format=dummy (config.json alone).
 
     `quantization`: the routed experts as they are stored (auto), in fp8, or in `dtype` (none); all else is in `dtype`.
     `spread`: this rank holds its share of the experts alone; None: all of them. The network's own `config` says which
-    it became. On a GPU this forbids split-K in the vendor library, for the whole process. Raises ValueError for a
+    it became. `offload`: how many experts are on the device, the others in host memory; `copies` brings them.
+    On a GPU this forbids split-K in the vendor library, for the whole process. Raises ValueError for a
     config.json or a checkpoint that does not fit; nothing is allocated by then.
     """
     if load_format not in LOAD_FORMATS:
@@ -75,19 +81,28 @@ def load_model(
     checkpoint = checkpoint and replace(checkpoint, config=config)
     if device.type == "cuda":
         forbid_split_k()
+    if spread is None:
+        layout = ExpertLayout.local(first_placements(config, BalanceConfig(), num_ranks=1), 0, device)
+        group, overlap = None, NO_OVERLAP
+    else:
+        layout, group = _layout(spread, config, device), spread.group
+        overlap = choose_overlap(spread.parallel, spread.group.size, device)
+    made = offload and make_offload(offload, config, dtype, device, layout, group, engine=copies)
     model = CausalLM(
         config,
         dtype=dtype,
         device=device,
         max_model_len=max_model_len,
         mla_workspace_tokens=mla_workspace_tokens,
-        layout=None if spread is None else _layout(spread, config, device),
-        overlap=NO_OVERLAP if spread is None else choose_overlap(spread.parallel, spread.group.size, device),
+        layout=layout,
+        overlap=overlap,
+        offload=made,
     )
+    experts = model.layout.experts if made is None else made.host.filled_here
     if checkpoint is None:
-        fill_dummy(model.targets(), seed, model.layout.experts)
+        fill_dummy(model.targets(), seed, experts, device)
     else:
-        report = checkpoint.load_into(model.targets(), model.layout.experts, progress)
+        report = checkpoint.load_into(model.targets(), experts, progress, device)
         logger.info("read %.1f MB of weights in %.1f s", report.num_bytes / 1e6, report.seconds)
     model.finalize()
     return model

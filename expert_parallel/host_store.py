@@ -1,0 +1,142 @@
+"""Host memory for what the GPU does not hold: few arenas of just the size they need, pinned, perhaps shared by ranks.
+
+Knows names, shapes and bytes; knows nothing of experts. A pinning allocator rounds each block up to a power of two; an
+arena is mapped from the system in whole pages instead, and then registered with the driver. Tensors are views of it,
+each at a multiple of ALIGNMENT bytes, and keep it alive: the last one unpins and unmaps it.
+
+    arena   | w13 [S, 2F, D] ........ | w2 [S, D, F] .... | scales |-| end of the page
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import mmap
+import os
+import resource
+import weakref
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+
+import torch
+from torch import Tensor
+
+Shapes = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+"""Shape and dtype of each tensor by name."""
+
+ALIGNMENT = 256
+_PORTABLE = 1  # cudaHostRegisterPortable: pinned for every context of this process
+_MAX_THREADS = 16  # pages are zeroed and pinned arena by arena, side by side
+
+
+def arena_bytes(shapes: Shapes) -> int:
+    """What an arena with these tensors takes."""
+    return -(-_layout(shapes)[1] // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+def _layout(shapes: Shapes) -> tuple[dict[str, int], int]:
+    """The offset of each tensor, and the end of the last one."""
+    offsets: dict[str, int] = {}
+    end = 0
+    for name, (shape, dtype) in shapes.items():
+        offsets[name] = -(-end // ALIGNMENT) * ALIGNMENT
+        end = offsets[name] + math.prod(shape) * dtype.itemsize
+    return offsets, end
+
+
+class Arena:
+    """Tensors in one mapping. `file` None: this process's own; else a file in memory, which others may map too."""
+
+    def __init__(self, shapes: Shapes, file: int | None = None, *, pinned: bool) -> None:
+        offsets, _ = _layout(shapes)
+        self.num_bytes = arena_bytes(shapes)
+        mapped = mmap.mmap(-1 if file is None else file, max(self.num_bytes, mmap.PAGESIZE))
+        if file is None and hasattr(mmap, "MADV_HUGEPAGE"):
+            with suppress(OSError):  # kernels without them
+                mapped.madvise(mmap.MADV_HUGEPAGE)  # fewer pages to pin
+        # Holds the mapping; what is finalized with it comes before the unmapping.
+        anchor = (ctypes.c_ubyte * len(mapped)).from_buffer(mapped)
+        if pinned and self.num_bytes:
+            address = ctypes.addressof(anchor)
+            pin(address, self.num_bytes)
+            weakref.finalize(anchor, _unpin, address).atexit = False
+        whole_X = torch.frombuffer(anchor, dtype=torch.uint8)
+        self.tensors: dict[str, Tensor] = {}
+        for name, (shape, dtype) in shapes.items():
+            part_X = whole_X[offsets[name] : offsets[name] + math.prod(shape) * dtype.itemsize]
+            self.tensors[name] = part_X.view(dtype).view(shape)
+
+
+def pin(address: int, num_bytes: int) -> None:
+    """Register memory with the driver, so that the GPU copies from it at full speed and beside the host's work."""
+    code = int(torch.cuda.cudart().cudaHostRegister(address, num_bytes, _PORTABLE))
+    if code:
+        raise ValueError(_not_pinned(num_bytes, code))
+
+
+def _unpin(address: int) -> None:
+    torch.cuda.cudart().cudaHostUnregister(address)
+
+
+def _not_pinned(num_bytes: int, code: int) -> str:
+    limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    limit_text = "none" if limit == resource.RLIM_INFINITY else f"{limit} bytes"
+    return (
+        f"{num_bytes} bytes of host memory for experts could not be pinned (CUDA error {code}); {_available()} are "
+        f"available, the limit of locked memory (ulimit -l) is {limit_text}. Free host memory, raise the limit, or "
+        "keep less there: offload.tier=disk with a smaller offload.host_gb, or more ranks on other hosts."
+    )
+
+
+def _available() -> str:
+    with open("/proc/meminfo", encoding="ascii") as lines:
+        for line in lines:
+            if line.startswith("MemAvailable:"):
+                return f"{int(line.split()[1]) * 1024} bytes"
+    return "unknown bytes"
+
+
+def make_arenas(shapes: Sequence[Shapes], files: Sequence[int | None], *, pinned: bool) -> list[Arena]:
+    """One for each of `shapes`, in `files[i]` where that is none of this process's own. Made side by side: pinning
+    zeroes every page."""
+    with ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1)) as pool:
+        return list(pool.map(lambda each: Arena(*each, pinned=pinned), zip(shapes, files, strict=True)))
+
+
+class SharedFiles:
+    """Files in memory, one for each arena: the first rank of a node makes them, the others open them.
+
+    `names` tells the others where: a path that leads through the first one's process. All hold the same pages.
+    """
+
+    def __init__(self, files: list[int]) -> None:
+        self.files = files
+
+    @classmethod
+    def make(cls, sizes: Sequence[int]) -> SharedFiles:
+        files: list[int] = []
+        for index, size in enumerate(sizes):
+            file = os.memfd_create(f"experts-{index}")
+            os.ftruncate(file, max(size, mmap.PAGESIZE))
+            files.append(file)
+        return cls(files)
+
+    @classmethod
+    def open(cls, names: Sequence[str]) -> SharedFiles:
+        return cls([os.open(name, os.O_RDWR | os.O_CLOEXEC) for name in names])
+
+    @property
+    def names(self) -> list[str]:
+        return [f"/proc/{os.getpid()}/fd/{file}" for file in self.files]
+
+    def close(self) -> None:
+        """Once everyone has mapped them; what is mapped stays."""
+        for file in self.files:
+            os.close(file)
+
+
+def node_key() -> str:
+    """The same in processes that can open each other's files in memory, another elsewhere."""
+    with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as boot_id:
+        return f"{boot_id.read().strip()} {os.readlink('/proc/self/ns/pid')}"

@@ -1,0 +1,37 @@
+"""Makes what experts in host memory need: their memory, copies, and the buffers on the device. Knows no steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from expert_parallel.copy_engine import CopyEngine, make_engine
+from expert_parallel.group import ExpertGroup
+from expert_parallel.layout import ExpertLayout
+from expert_parallel.offload_plan import OffloadPlan
+from moe.model.config import ModelConfig
+from moe.model.host_experts import layer_shapes, make_host_experts
+from moe.model.offloaded_experts import Offload
+
+MakeEngine = Callable[[torch.device], CopyEngine]
+
+
+def make_offload(
+    plan: OffloadPlan,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    layout: ExpertLayout,
+    group: ExpertGroup | None = None,
+    *,
+    engine: MakeEngine = make_engine,
+) -> Offload:
+    """Allocated, not filled: load into the network's targets, then `Offload.fill`. Ranks of a group call it together.
+
+    Raises ValueError where host memory cannot be pinned.
+    """
+    layers = config.layers_with_experts
+    bundle = [(shape[1:], each) for shape, each in layer_shapes(config, layers[0], 1, dtype).values()]
+    host = make_host_experts(config, dtype, layout, group, pinned=device.type == "cuda")
+    return Offload(plan, layers, bundle, host, engine(device), device)

@@ -1,0 +1,264 @@
+"""Experts whose weights lie in host memory, behind the same call as those on the GPU: rows in, rows out, the same bits.
+
+Knows rows, slots and which copies to ask for; the seams it stands on are slot_buffer.py (tags), chunk_stream.py,
+held_slots.py and copy_engine.py of expert_parallel/. Of each layer some slots are held on the device; the others come
+
+    in the stream way   all of them, chunk by chunk through two buffers: nothing is asked of the routing, the host
+                        waits for nothing, and the copies never pause
+    in the cache way    those that have rows: the host reads the offsets, lets the missing ones take the place of held
+                        ones that have none, and, where that does not do, passes the rest through the buffers; then it
+                        fetches what the next layer will likely ask for. Products of slots that are there start at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from expert_parallel.chunk_stream import ChunkStream
+from expert_parallel.copy_engine import CopyEngine
+from expert_parallel.dispatcher import ExpertInput
+from expert_parallel.held_slots import HeldSlots, SlotFigures
+from expert_parallel.offload_plan import OffloadPlan
+from expert_parallel.slot_buffer import SlotBuffer
+from kernels.quantize import FP8
+from moe.model.host_experts import HostExperts
+from moe.model.slot_products import Fp8Products, PlainProducts, SlotProducts
+from router.gate import Gate
+
+BundleShapes = Sequence[tuple[tuple[int, ...], torch.dtype]]
+"""Shape, without the slot, and dtype of each tensor of a bundle: w13, w2, and in fp8 the scales of both."""
+
+
+class Offload:
+    """The experts of a network that live in host memory, and what of them is on the device."""
+
+    def __init__(
+        self,
+        plan: OffloadPlan,
+        layers: Sequence[int],
+        bundle: BundleShapes,
+        host: HostExperts,
+        engine: CopyEngine,
+        device: torch.device,
+    ) -> None:
+        self.plan = plan
+        self.host = host
+        self.engine = engine
+        self.device = device
+        self.width = bundle[0][0][0] // 2
+        self.fp8 = bundle[0][1] == FP8
+
+        def buffer(num_places: int) -> SlotBuffer:
+            tensors = [torch.empty((num_places, *shape), dtype=dtype, device=device) for shape, dtype in bundle]
+            return SlotBuffer(tensors, host.source, engine)
+
+        self.held = {layer: HeldSlots(layer, buffer(plan.held_slots), plan.num_slots) for layer in layers}
+        self.staging = (buffer(plan.staging_slots), buffer(plan.staging_slots))
+        self.stream = ChunkStream(layers, self.staging, lambda layer: self.held[layer].passing())
+        self.experts = {layer: OffloadedExperts(self, self.held[layer]) for layer in layers}
+
+    @property
+    def gpu_bytes(self) -> int:
+        """Of the buffers on the device."""
+        buffers = [*self.staging, *(held.buffer for held in self.held.values())]
+        return sum(tensor.nbytes for buffer in buffers for tensor in buffer.tensors)
+
+    @property
+    def host_bytes(self) -> int:
+        """Of host memory, this rank's part."""
+        return self.host.num_bytes
+
+    def connect(self, gates: Mapping[int, Gate], experts: Mapping[int, Sequence[int | None]]) -> None:
+        """Each layer guesses what the next one asks for, by that one's gate on its own rows. `experts[layer][slot]`."""
+        layers = list(self.held)
+        for layer, following in pairwise(layers):
+            self.experts[layer].following = Following(self.held[following], gates[following], experts[following])
+
+    def fill(self) -> None:
+        """Once the source is: the first slots of each layer are held to begin with."""
+        for held in self.held.values():
+            first = list(range(self.plan.held_slots))
+            held.fetch(first, first)
+        self.engine.drain()
+        self.engine.reset()
+
+    def forget(self, layer: int, experts: Sequence[int | None]) -> None:
+        """Other experts are behind this layer's slots: `experts[slot]`. Before their bytes change, `engine.drain()`."""
+        self.stream.give_up()
+        self.host.source.place(layer, experts)
+        self.held[layer].forget(range(self.plan.num_slots))
+        for each in self.experts.values():
+            if each.following is not None and each.following.held.layer == layer:
+                each.following.place(experts)
+
+    def statistics(self) -> dict[str, Any]:
+        """Counters of slots and copies since `fill`, and what follows from them. Waits for nobody."""
+        slots = SlotFigures()
+        for held in self.held.values():
+            slots.add(held.figures)
+        copies = self.engine.figures()
+        rates = {"gb_per_second": copies.gb_per_second, "busy_share": copies.busy_share, "hit_rate": slots.hit_rate}
+        return asdict(slots) | asdict(copies) | rates
+
+
+class Following:
+    """The next layer with experts, as the layer before it sees it."""
+
+    def __init__(self, held: HeldSlots, gate: Gate, experts: Sequence[int | None]) -> None:
+        self.held = held
+        self.gate = gate
+        self.place(experts)
+
+    def place(self, experts: Sequence[int | None]) -> None:
+        """Which logical expert is in each slot here."""
+        self._slot_of = {expert: slot for slot, expert in enumerate(experts) if expert is not None}
+
+    def guess(self, inputs: ExpertInput) -> Tensor | None:
+        """The logical experts [X, K] that its gate would pick for this layer's rows; None for rows in fp8."""
+        return self.gate(inputs.rows_XD).expert_ids_TK if inputs.scales_GX is None else None
+
+    def look_ahead(self, expert_ids: Sequence[int]) -> None:
+        guessed = {self._slot_of[expert] for expert in expert_ids if expert in self._slot_of}
+        self.held.look_ahead(sorted(guessed))
+
+
+class OffloadedExperts:
+    """The experts of one layer."""
+
+    def __init__(self, offload: Offload, held: HeldSlots) -> None:
+        self.offload = offload
+        self.held = held
+        self.following: Following | None = None  # that guesses are for
+        self._order: list[int] = []
+        self._order_X = torch.empty(0, dtype=torch.int32, device=offload.device)
+
+    def __call__(self, inputs: ExpertInput) -> Tensor:
+        """y_RD as `Experts` gives it."""
+        products = (Fp8Products if self.offload.fp8 else PlainProducts)(inputs, self.offload.width)
+        if inputs.num_rows:
+            if self._streams(inputs.num_rows):
+                self._stream(inputs, products)
+            else:
+                self._cache(inputs, products)
+        return products.y_RD
+
+    def _streams(self, num_rows: int) -> bool:
+        """From one row a slot on: then most slots have rows (63 % of them with uniform routing), and reading the
+        offsets no longer pays."""
+        plan = self.offload.plan
+        return plan.regime == "stream" or (plan.regime == "auto" and num_rows >= plan.num_slots)
+
+    def _stream(self, inputs: ExpertInput, products: SlotProducts) -> None:
+        """Held slots, then all others as they come. Ranges are gathered on the device."""
+        held, buffer = self.held, self.held.buffer
+        ranges_X2 = self._in_order(inputs.offsets_S1)
+        if held.place_of:
+            slots, places = list(held.place_of), list(held.place_of.values())
+            buffer.ready(held.layer, slots, places)
+            products.multiply(buffer.tensors, ranges_X2[: len(held.slots)])
+            buffer.read(places)
+        first = len(held.slots)
+        for chunk, slots in self.offload.stream.chunks(held.layer):
+            number = len(slots)
+            products.multiply([tensor[:number] for tensor in chunk.tensors], ranges_X2[first : first + number])
+            first += number
+
+    def _in_order(self, offsets_S1: Tensor) -> Tensor:
+        """int32 [G + passing, 2]: the rows of the slot in each held place, none in empty ones, then of the others."""
+        none = self.offload.plan.num_slots
+        order = [none if slot is None else slot for slot in self.held.slots] + self.held.passing()
+        if order != self._order:
+            self._order, self._order_X = order, _to_device(order, offsets_S1.device)
+        ranges_S2 = torch.stack((offsets_S1[:-1], offsets_S1[1:]), dim=1)
+        return F.pad(ranges_S2, (0, 0, 0, 1)).index_select(0, self._order_X)
+
+    def _cache(self, inputs: ExpertInput, products: SlotProducts) -> None:
+        """Copies are asked for in the order in which they are needed: for what this call misses, then for the next layer."""
+        held, staging = self.held, self.offload.staging
+        ranges, guessed = self._read(inputs)
+        needed = [slot for slot, (start, end) in enumerate(ranges) if start < end]
+        hits, misses = held.ask(needed)
+        places = held.places_for(len(misses), keep=needed)
+        fetched, rest = misses[: len(places)], misses[len(places) :]
+        late = [slot for slot in hits if held.buffer.on_its_way(held.place_of[slot])]  # fetched ahead, not there yet
+        for slot, place in zip(fetched, places):
+            held.fetch([slot], [place])
+        rounds = [rest[at : at + len(staging[0].tags)] for at in range(0, len(rest), len(staging[0].tags))]
+        if rounds:
+            self.offload.stream.give_up()
+        for chunk, buffer in zip(rounds, staging):
+            buffer.fill(held.layer, chunk, range(len(chunk)))
+        if self.following is not None:
+            self.following.look_ahead(guessed)
+        there = [slot for slot in hits if slot not in late]
+        parts = [self._held_part(there, slice(0, len(held.slots)))] if there else []
+        for slot in late + fetched:
+            place = held.place_of[slot]
+            parts.append(self._held_part([slot], slice(place, place + 1)))
+        parts += [
+            _Part(staging[number % 2], chunk, range(len(chunk)), slice(0, len(chunk)), is_late=number >= 2)
+            for number, chunk in enumerate(rounds)
+        ]
+        self._multiply(parts, ranges, products, inputs.offsets_S1.device)
+
+    def _held_part(self, slots: list[int], window: slice) -> _Part:
+        return _Part(self.held.buffer, slots, [self.held.place_of[slot] for slot in slots], window)
+
+    def _multiply(
+        self, parts: list[_Part], ranges: Sequence[tuple[int, int]], products: SlotProducts, device: torch.device
+    ) -> None:
+        """One copy takes the ranges of all parts to the device."""
+        flat = [each for part in parts for each in part.ranges(ranges)]
+        ranges_X2 = _to_device(flat, device)
+        first = 0
+        for part in parts:
+            if part.is_late:
+                part.buffer.fill(self.held.layer, part.slots, part.places)
+            part.buffer.ready(self.held.layer, part.slots, part.places)
+            number = part.window.stop - part.window.start
+            weights = [tensor[part.window] for tensor in part.buffer.tensors]
+            products.multiply(weights, ranges_X2[first : first + number])
+            part.buffer.read(part.places)
+            first += number
+
+    def _read(self, inputs: ExpertInput) -> tuple[list[tuple[int, int]], list[int]]:
+        """(the rows of each slot, logical experts that the next layer may ask for). Waits for the device, once."""
+        # With as many rows as slots nearly everything is asked for, and a guess says nothing.
+        few = inputs.num_rows < self.offload.plan.num_slots
+        ids_XK = self.following.guess(inputs) if self.following is not None and few else None
+        numbers = [inputs.offsets_S1] if ids_XK is None else [inputs.offsets_S1, ids_XK.flatten()]
+        flat = torch.cat(numbers).tolist()
+        ends, ids = flat[: len(inputs.offsets_S1)], flat[len(inputs.offsets_S1) :]
+        if ids_XK is not None and inputs.row_index_R is None:
+            ids = ids[: ends[-1] * ids_XK.shape[1]]  # rows past the last slot's mean nothing
+        return list(pairwise(ends)), ids
+
+
+@dataclass(frozen=True)
+class _Part:
+    """What one pair of products works on: slots, where they are in a buffer, and the places whose weights it gets."""
+
+    buffer: SlotBuffer
+    slots: Sequence[int]
+    places: Sequence[int]
+    window: slice
+    is_late: bool = False  # copied only when an earlier part has left the buffer
+
+    def ranges(self, of_slots: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+        """Of each place of the window; those of no slot of this part have no rows."""
+        slot_at = dict(zip(self.places, self.slots))
+        places = range(self.window.start, self.window.stop)
+        return [of_slots[slot_at[place]] if place in slot_at else (0, 0) for place in places]
+
+
+def _to_device(numbers: Sequence[Any], device: torch.device) -> Tensor:
+    """int32, without waiting for the device."""
+    host = torch.tensor(numbers, dtype=torch.int32, pin_memory=device.type == "cuda")
+    return host.to(device, non_blocking=True)

@@ -1,0 +1,180 @@
+"""Experts in host memory against the same network with all of them at hand: the same bits, whatever the copies do."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from expert_parallel.copy_engine import CopyEngine, make_engine
+from expert_parallel.offload_plan import OffloadPlan
+from moe.model.causal_lm import CausalLM
+from moe.model.load_model import load_model
+from moe.model.offload_setup import MakeEngine
+from moe.model.offloaded_experts import Following
+from tests.compare import assert_same_bits
+from tests.simulated_copies import SimulatedEngine, poison
+from tests.step_driver import StepDriver
+from tests.tiny_models import VARIANTS, VOCAB_SIZE, write_variant
+
+CPU = torch.device("cpu")
+E = 8  # of every tiny model
+
+
+def load(folder: Path, plan: OffloadPlan | None = None, copies: MakeEngine = make_engine, **options: Any) -> CausalLM:
+    options = {"dtype": torch.float32, "device": CPU, "max_model_len": 256, "mla_workspace_tokens": 64} | options
+    return load_model(folder, offload=plan, copies=copies, **options)
+
+
+def plan_of(regime: str, held: int, staging: int) -> OffloadPlan:
+    """As far as a network looks at it: sizes are those of another test."""
+    return OffloadPlan(regime, E, held, staging, num_layers=1, bundle_bytes=1, tier="host", host_bytes=1)
+
+
+def simulated(seed: int = 0, most_late: int = 6) -> MakeEngine:
+    return lambda device: SimulatedEngine(most_late, seed)
+
+
+def engine_of(model: CausalLM) -> CopyEngine:
+    assert model.offload is not None
+    return model.offload.engine
+
+
+def poison_buffers(model: CausalLM) -> None:
+    assert model.offload is not None
+    held = [held.buffer for held in model.offload.held.values()]
+    for buffer in [*held, *model.offload.staging]:
+        for tensor in buffer.tensors:
+            poison(tensor)
+    for each in model.offload.held.values():  # what was poisoned is fetched anew
+        each.forget(range(E))
+
+
+def tokens_of(length: int, seed: int) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, VOCAB_SIZE, (length,), generator=generator).tolist()
+
+
+def all_logits(model: CausalLM) -> list[Tensor]:
+    """A few long prompts, then steps of one to three rows, then both: every way through the layers."""
+    driver = StepDriver(model)
+    found = [*driver.run(prefill={"a": tokens_of(30, 1), "b": tokens_of(7, 2)}).values()]
+    for step in range(5):
+        rows = {"a": 3 + step} if step % 2 else {"a": 40 + step, "b": 90 + step}
+        found += driver.run(decode=rows).values()
+    found += driver.run(decode={"a": 5, "b": 17}, prefill={"c": tokens_of(9, 3)}).values()
+    for step in range(4):
+        found += driver.run(decode={"c": 200 + step}).values()
+    return found
+
+
+def assert_all_same(found: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
+    for mine, theirs in zip(found, expected, strict=True):
+        assert_same_bits(mine, theirs)
+
+
+@pytest.mark.parametrize("regime", ["auto", "cache", "stream"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_answers_of_every_family_are_those_of_the_resident_model(tmp_path: Path, variant: str, regime: str) -> None:
+    """Three slots held and buffers of two, which do not divide the five others."""
+    write_variant(tmp_path, variant)
+    expected = all_logits(load(tmp_path))
+    model = load(tmp_path, plan_of(regime, held=3, staging=2), simulated())
+    assert_all_same(all_logits(model), expected)
+    engine = engine_of(model)
+    assert isinstance(engine, SimulatedEngine) and engine.num_early, "no copy was late, so nothing was tried"
+
+
+@pytest.mark.parametrize("regime", ["cache", "stream"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_experts_in_fp8_with_their_scales(tmp_path: Path, dtype: torch.dtype, regime: str) -> None:
+    """Widths of more than one block, with edges; an immediate engine, as the product has it on the CPU."""
+    write_variant(tmp_path, "qwen3_moe", hidden_size=192, moe_intermediate_size=128)
+    options = {"quantization": "fp8", "dtype": dtype}
+    expected = all_logits(load(tmp_path, **options))
+    assert_all_same(all_logits(load(tmp_path, plan_of(regime, 3, 2), **options)), expected)
+    assert_all_same(all_logits(load(tmp_path, plan_of(regime, 3, 2), simulated(), **options)), expected)
+
+
+@pytest.mark.parametrize("held, staging", [(0, 1), (0, 8), (1, 1), (7, 1), (7, 8)])
+def test_every_size_of_buffers(tmp_path: Path, held: int, staging: int) -> None:
+    write_variant(tmp_path, "mixtral")
+    expected = all_logits(load(tmp_path))
+    for regime in ("auto", "cache", "stream"):
+        assert_all_same(all_logits(load(tmp_path, plan_of(regime, held, staging), simulated())), expected)
+
+
+class WrongFollowing(Following):
+    """Guesses nothing but experts that will not be asked for, as far as it can know: those that the gate ranks last."""
+
+    def look_ahead(self, expert_ids: Sequence[int]) -> None:
+        super().look_ahead([expert for expert in range(E) if expert not in expert_ids])
+
+
+def test_C26_C30_fifty_runs_with_late_copies_poisoned_slots_and_wrong_guesses(tmp_path: Path) -> None:
+    """Two slots of eight experts: nearly every step asks for more than are held, so the rest comes in rounds. What a
+    guess is worth differs from run to run, what is computed does not."""
+    write_variant(tmp_path, "qwen3_moe")
+    expected = all_logits(load(tmp_path))
+    chance = random.Random(26)
+    num_early = num_held_up = num_in_vain = 0
+    for run in range(50):
+        plan = replace(plan_of("cache" if run % 4 else "auto", held=2, staging=chance.randint(1, 3)))
+        model = load(tmp_path, plan, simulated(run, chance.choice([0, 3, 12, 60])))
+        assert model.offload is not None
+        if run % 2:
+            for each in model.offload.experts.values():
+                if each.following is not None:
+                    each.following.__class__ = WrongFollowing
+        poison_buffers(model)
+        assert_all_same(all_logits(model), expected)
+        engine = engine_of(model)
+        assert isinstance(engine, SimulatedEngine)
+        num_early += engine.num_early
+        num_held_up += engine.num_held_up
+        num_in_vain += model.offload.statistics()["fetched_in_vain"]
+    assert num_early > 500 and num_held_up > 500 and num_in_vain > 50, (num_early, num_held_up, num_in_vain)
+
+
+def test_what_a_slot_held_is_forgotten_when_another_expert_comes_behind_it(tmp_path: Path) -> None:
+    """Bytes of two experts change places in host memory, as moves do it: results follow, in both ways."""
+    write_variant(tmp_path, "qwen3_moe")
+    for regime in ("cache", "stream"):
+        changed = load(tmp_path)
+        model = load(tmp_path, plan_of(regime, 3, 2), simulated())
+        all_logits(model)
+        assert model.offload is not None
+        engine_of(model).drain()
+        for network in (changed, model):
+            for name, tensor in network.targets().items():
+                if ".experts." in name:
+                    tensor[[0, 5]] = tensor[[5, 0]]
+        for layer, experts in model.layout.experts.items():
+            model.offload.forget(layer, experts)
+        assert_all_same(all_logits(model), all_logits(changed))
+
+
+def test_figures_add_up(tmp_path: Path) -> None:
+    """Every step asks each sparse layer for the slots that have rows: each is a hit or a miss, each miss a copy."""
+    write_variant(tmp_path, "mixtral")
+    model = load(tmp_path, plan_of("cache", 4, 2))
+    assert model.offload is not None
+    driver = StepDriver(model)
+    before = model.offload.statistics()
+    assert before["num_bytes"] == before["hits"] == 0 and before["hit_rate"] is None
+    for token in range(20):
+        driver.run(decode={"a": token})
+    found = model.offload.statistics()
+    layers, top_k = len(model.config.layers_with_experts), model.config.moe.rule.top_k
+    assert found["hits"] + found["misses"] == 20 * layers * top_k
+    assert found["hit_rate"] == found["hits"] / (20 * layers * top_k)
+    bundle = sum(t[0].nbytes for name, t in model.targets().items() if name.startswith("layers.0.moe.experts."))
+    fetched_ahead = found["num_bytes"] // bundle - found["misses"]
+    assert found["num_bytes"] % bundle == 0 and fetched_ahead >= found["fetched_and_used"] + found["fetched_in_vain"]
+    assert 0 < found["guessed_right"] <= found["guessed"] == 20 * (layers - 1) * top_k
