@@ -24,6 +24,10 @@ from expert_parallel.record import RecordLayout
 from expert_parallel.rounds import RoundInput
 from kernels.combine import combine
 from kernels.pack import Packed, pack
+from kernels.quantize import quantize_rows
+from kernels.records import rows_in_order, write_records
+from kernels.replica_choice import Targets
+from kernels.round_counts import round_counts
 
 
 class AllToAllHandle(NamedTuple):
@@ -88,7 +92,7 @@ class AllToAllDispatcher(GroupDispatcher):
 
     def _bring_home(self, y_RD: Tensor, handle: AllToAllHandle) -> Home:
         if handle.weights_XK is None:
-            back_RD = y_RD[_pairs_in_order(handle.packed_row_XK, y_RD.shape[0])]
+            back_RD = rows_in_order(y_RD, handle.packed_row_XK, y_RD.shape[0])
             weights_TK = handle.weights_TK
         else:
             back_RD = combine(y_RD, handle.packed_row_XK, handle.weights_XK)
@@ -111,7 +115,7 @@ class AllToAllDispatcher(GroupDispatcher):
             num_taken = min(num_tokens, most)
             targets = self.replicas.choose(expert_ids_TK[:num_taken], self.group.rank)
             pairs = pack(targets.ranks_TK, self._ranks_N, num_ranks)
-            firsts = pack(_first_of_each_rank(targets.ranks_TK), self._ranks_N, num_ranks)
+            firsts = pack(targets.firsts_TK, self._ranks_N, num_ranks)
             counts = self._exchange_counts(pairs, firsts, num_taken, num_tokens - num_taken)
             fullest = max(sum(of_rank.pairs[rank] for of_rank in counts) for rank in range(num_ranks))
             if self.row_cap is None or fullest <= self.row_cap:
@@ -122,8 +126,7 @@ class AllToAllDispatcher(GroupDispatcher):
         return _RoundPlan(
             num_taken=num_taken,
             more=any(of_rank.num_left for of_rank in counts),
-            ranks_TK=targets.ranks_TK,
-            slots_TK=targets.slots_TK,
+            targets=targets,
             pairs=pairs,
             firsts=firsts,
             records_out=own.records,
@@ -135,16 +138,8 @@ class AllToAllDispatcher(GroupDispatcher):
     def _exchange_counts(self, pairs: Packed, firsts: Packed, num_taken: int, num_left: int) -> list[_Counts]:
         """What every rank has for every other, after one all_gather and the one host sync of a round."""
         num_ranks = self.group.size
-        device = pairs.offsets_S1.device
-        own = torch.cat(
-            [
-                pairs.offsets_S1.diff(),
-                firsts.offsets_S1.diff(),
-                (firsts.packed_row_TK >= 0).sum(dtype=torch.int32)[None],
-                torch.tensor([num_taken, num_left], dtype=torch.int32, device=device),
-            ]
-        )
-        everyone = torch.empty(num_ranks * own.shape[0], dtype=torch.int32, device=device)
+        own = round_counts(pairs.offsets_S1, firsts.offsets_S1, firsts.packed_row_TK, num_taken, num_left)
+        everyone = own.new_empty(num_ranks * own.shape[0])
         self.group.all_gather(everyone, own)
         self.traffic.count_bytes += (num_ranks - 1) * own.shape[0] * own.element_size()
         counts = []
@@ -160,17 +155,16 @@ class AllToAllDispatcher(GroupDispatcher):
         return counts
 
     def _records(self, layout: RecordLayout, plan: _RoundPlan, x_TD: Tensor, weights_TK: Tensor) -> Tensor:
-        """One record for each token and rank it goes to, by rank, then token."""
+        """One record for each token and rank it goes to, by rank, then token; a row is quantised once."""
         num_records = sum(plan.records_out)
         records = layout.empty(num_records, x_TD.device)
-        token_X = plan.firsts.row_token_R[:num_records]
-        self._write_rows(layout, records, x_TD[: plan.num_taken], token_X)
-        record_X = torch.arange(num_records, dtype=torch.int32, device=x_TD.device)
-        rank_X = torch.searchsorted(plan.firsts.offsets_S1[1:], record_X, right=True)
-        here_XK = plan.ranks_TK[token_X] == rank_X[:, None]
-        layout.slots_XK(records).copy_(torch.where(here_XK, plan.slots_TK[token_X], -1))
-        if layout.weights:
-            torch.index_select(weights_TK, 0, token_X, out=layout.weights_XK(records))
+        x_TD, weights_TK = x_TD[: plan.num_taken], weights_TK[: plan.num_taken]
+        rows_TD, scales_GT = quantize_rows(x_TD) if self.fp8_rows else (x_TD, None)
+        token_X, targets = plan.firsts.row_token_R[:num_records], plan.targets
+        write_records(
+            layout.parts(records),
+            *(rows_TD, scales_GT, weights_TK, targets.ranks_TK, targets.slots_TK, token_X, plan.firsts.offsets_S1),
+        )
         return records
 
 
@@ -188,28 +182,10 @@ class _RoundPlan(NamedTuple):
 
     num_taken: int
     more: bool
-    ranks_TK: Tensor
-    slots_TK: Tensor
+    targets: Targets
     pairs: Packed  # every (token, k), by rank, then token, then k: the order in which exact rows come home
     firsts: Packed  # the first k of each token and rank: one record each
     records_out: list[int]
     records_in: list[int]
     pairs_out: list[int]
     pairs_in: list[int]
-
-
-def _first_of_each_rank(ranks_TK: Tensor) -> Tensor:
-    """ranks_TK with -1 wherever an earlier k of the token goes to the same rank."""
-    top_k = ranks_TK.shape[1]
-    earlier_KK = torch.ones(top_k, top_k, dtype=torch.bool, device=ranks_TK.device).tril(-1)
-    same_TKK = ranks_TK[:, :, None] == ranks_TK[:, None, :]
-    return torch.where((same_TKK & earlier_KK).any(dim=2), -1, ranks_TK)
-
-
-def _pairs_in_order(packed_row_XK: Tensor, num_pairs: int) -> Tensor:
-    """The rows of the pairs that have one, in the order of X, then K. No host sync."""
-    row_R = packed_row_XK.flatten().long()
-    here_R = row_R >= 0
-    # Pairs without a row are all written behind the last one, where nobody reads.
-    place_R = torch.where(here_R, here_R.cumsum(0) - 1, num_pairs)
-    return row_R.new_empty(num_pairs + 1).scatter_(0, place_R, row_R)[:num_pairs]

@@ -156,7 +156,7 @@ class DeepEPDispatcher(GroupDispatcher):
 
     def _ids(self, expert_ids_TK: Tensor) -> Tensor:
         """DeepEP's number of the slot that each (token, k) goes to; -1: none."""
-        ranks_TK, slots_TK = self.replicas.choose(expert_ids_TK, self.group.rank)
+        ranks_TK, slots_TK, _ = self.replicas.choose(expert_ids_TK, self.group.rank)
         ids_TK = torch.where(ranks_TK >= 0, ranks_TK * self.shared.slots + slots_TK, -1)
         return ids_TK.to(self.shared.package.topk_idx_t).contiguous()
 

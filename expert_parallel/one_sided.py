@@ -36,7 +36,7 @@ from expert_parallel.rounds import RoundInput
 from kernels.pack import pack
 from kernels.pack_fp8 import pack_rows
 from kernels.peer_combine import return_rows
-from kernels.peer_dispatch import ReplicaColumns, send_rows
+from kernels.peer_dispatch import send_rows
 from kernels.peer_flags import WayState, new_states, wait_for_peers
 from kernels.peer_layout import RETURNED, SENT, PeerLayout, Peers
 from kernels.quantize import FP8, Quantized, quantize_rows
@@ -127,7 +127,7 @@ class OneSidedDispatcher(GroupDispatcher):
             quantize_rows(x_BD) if self.fp8_rows else x_BD,
             expert_ids_TK[:num_taken],
             weights_BK,
-            ReplicaColumns(*self.replicas.columns),
+            self.replicas.columns,
         )
         self.traffic.rounds += 1
         wait_for_peers(buffers.peers, layout, SENT, buffers.sent, num_taken, self.timeout_s)

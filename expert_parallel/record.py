@@ -18,6 +18,7 @@ from torch import Tensor
 
 from kernels.checks import cdiv
 from kernels.quantize import FP8, GROUP
+from kernels.records import RecordParts
 
 _ALIGNMENT = 64
 
@@ -70,6 +71,15 @@ class RecordLayout:
     def weights_XK(self, records: Tensor) -> Tensor:
         assert self.weights, "these records carry no weights"
         return self._words(records, self._slots_at + 4 * self.top_k, self.top_k, torch.float32)
+
+    def parts(self, records: Tensor) -> RecordParts:
+        """All that records of this layout hold, as views."""
+        return RecordParts(
+            self.rows_XD(records),
+            self.slots_XK(records),
+            self.weights_XK(records) if self.weights else None,
+            self.scales_XG(records) if self.num_scales else None,
+        )
 
     def _words(self, records: Tensor, start: int, count: int, dtype: torch.dtype) -> Tensor:
         return records[:, start : start + 4 * count].view(dtype)

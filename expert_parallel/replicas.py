@@ -9,20 +9,12 @@ most, and where every rank has a single token, the ranks take turns.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
 import torch
 from torch import Tensor
 
 from expert_parallel.placement import Placement
-
-
-class Targets(NamedTuple):
-    """int32 [T, K] each: the rank and the slot on it where (token, k) goes; -1 where the id is no expert."""
-
-    ranks_TK: Tensor
-    slots_TK: Tensor
+from kernels.replica_choice import ReplicaColumns, Targets, choose_replicas, replicas_in_turn
 
 
 def most_replicas(placement: Placement) -> int:
@@ -70,21 +62,14 @@ class ReplicaTable:
         self._count_E.copy_(torch.from_numpy(count_E))
 
     @property
-    def columns(self) -> tuple[Tensor, Tensor, Tensor]:
-        """For kernels that choose: ranks and slots int32 [E, width], count int32 [E]: columns below count[e] count."""
-        return self._ranks_EC, self._slots_EC, self._count_E
+    def columns(self) -> ReplicaColumns:
+        """For kernels that choose."""
+        return ReplicaColumns(self._ranks_EC, self._slots_EC, self._count_E)
 
     def choose(self, expert_ids_TK: Tensor, source_rank: int) -> Targets:
         """Where each (token, k) of a source rank goes. No host sync. Ids outside [0, E) give -1."""
-        num_tokens, device = expert_ids_TK.shape[0], expert_ids_TK.device
-        return self.choose_in_turn(expert_ids_TK, source_rank + torch.arange(num_tokens, device=device))
+        return choose_replicas(expert_ids_TK, self.columns, source_rank)
 
-    def choose_in_turn(self, expert_ids_TK: Tensor, turn_T: Tensor) -> Targets:
-        """The same for tokens of any ranks: `turn` is source rank + index on it."""
-        known_TK = (expert_ids_TK >= 0) & (expert_ids_TK < self._count_E.shape[0])
-        ids_TK = torch.where(known_TK, expert_ids_TK, 0).long()
-        column_TK = turn_T[:, None] % self._count_E[ids_TK]
-        ranks_TK, slots_TK = (
-            torch.where(known_TK, table_EC[ids_TK, column_TK], -1) for table_EC in (self._ranks_EC, self._slots_EC)
-        )
-        return Targets(ranks_TK, slots_TK)
+    def choose_in_turn(self, expert_ids_TK: Tensor, turn_T: Tensor) -> tuple[Tensor, Tensor]:
+        """Ranks and slots for tokens of any ranks: `turn` is source rank + index on it."""
+        return replicas_in_turn(expert_ids_TK, self.columns, turn_T)

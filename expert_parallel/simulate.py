@@ -102,7 +102,7 @@ def flow_of_tokens(ids_TK: np.ndarray, placement: Placement, table: ReplicaTable
     token_T = np.arange(num_tokens)
     source_T1 = (token_T % num_ranks)[:, None]
     turn_T = torch.from_numpy(token_T % num_ranks + token_T // num_ranks)
-    target_TK = table.choose_in_turn(torch.from_numpy(ids_TK), turn_T).ranks_TK.numpy()
+    target_TK = table.choose_in_turn(torch.from_numpy(ids_TK), turn_T)[0].numpy()
     target_TK = np.sort(target_TK, axis=1)
     first_TK = _first_of_equals(target_TK)
     node_TK = target_TK // per_node  # sorted, as the ranks are

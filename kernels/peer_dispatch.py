@@ -13,8 +13,6 @@ rank 1; the results come home to rows [0, 1], or as sums, one of each rank, to r
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -25,20 +23,13 @@ from kernels.dependent_launch import dependent_launch, wait_for_inputs
 from kernels.peer_flags import TOKEN_BITS, WayState, signal_peers, signal_reference
 from kernels.peer_layout import SENT, PeerLayout, Peers
 from kernels.quantize import FP8, Quantized
+from kernels.replica_choice import ReplicaColumns, choose_replicas_reference, replica_of
 
 MOST_PROGRAMS = 2048
 """16 of 4 warps on each multiprocessor of an H200: each takes several pieces in turn, and ends with one release."""
 
 _PIECE_BYTES = 4096
 """Of a row, for one program: 32 bytes for each thread of 4 warps. Few rows still fill the card."""
-
-
-class ReplicaColumns(NamedTuple):
-    """int32: where the replicas of an expert live. Column c of row e is read for c < count[e]."""
-
-    ranks_EC: Tensor
-    slots_EC: Tensor
-    count_E: Tensor
 
 
 def send_rows(
@@ -66,17 +57,6 @@ def send_rows(
 #   sent where SUMS; ranks_ptr, slots_ptr int32 [E, C]; count_ptr int32 [E]; home_row_ptr int32 [B, K]
 #   grid (at most MOST_PROGRAMS,): a piece is BLOCK_D columns of one token; a program takes every grid-th piece. The
 #   first piece of a token brings slots, weights and scales along. K, D and G are filled up by masks.
-
-
-@triton.jit
-def _choose_replicas(ids_ptr, ranks_ptr, slots_ptr, count_ptr, token, rank, num_experts, k, C, TOP_K: tl.constexpr):
-    """Rank and slot of each of a token's choices, -1 for none."""
-    expert = tl.load(ids_ptr + token * TOP_K + k, mask=k < TOP_K, other=-1)
-    known = (expert >= 0) & (expert < num_experts)
-    count = tl.load(count_ptr + expert, mask=known, other=1)
-    place = expert * C + ((token + rank) % count).to(tl.int32)
-    to_rank = tl.load(ranks_ptr + place, mask=known, other=-1)
-    return to_rank, tl.load(slots_ptr + place, mask=known, other=-1)
 
 
 @triton.jit(do_not_specialize=["num_tokens", "rank"])
@@ -119,8 +99,9 @@ def _send_kernel(
     for piece in range(tl.program_id(0), num_tokens * num_blocks, tl.num_programs(0)):
         token, block = (piece // num_blocks).to(tl.int64), piece % num_blocks
         record = rank.to(tl.int64) * num_tokens + token
-        to_rank, to_slot = _choose_replicas(
-            ids_ptr, ranks_ptr, slots_ptr, count_ptr, token, rank, num_experts, k, num_replicas, TOP_K
+        choice, turn = token * TOP_K + k, token + rank
+        to_rank, to_slot = replica_of(
+            ids_ptr, ranks_ptr, slots_ptr, count_ptr, choice, turn, k < TOP_K, num_experts, num_replicas
         )
         d = block * BLOCK_D + tl.arange(0, BLOCK_D)
         x = tl.load(x_ptr + token * stride_x + d, mask=d < num_columns)
@@ -239,12 +220,7 @@ def send_rows_reference(
     """The definition, in plain torch."""
     x_BD, scales_GB = _check_operands(peers, layout, x, expert_ids_BK, weights_BK)
     num_tokens, rank = x_BD.shape[0], peers.rank
-    token_B1 = torch.arange(num_tokens)[:, None]
-    known_BK = (expert_ids_BK >= 0) & (expert_ids_BK < replicas.count_E.shape[0])
-    ids_BK = expert_ids_BK.where(known_BK, 0).long()
-    column_BK = (token_B1 + rank) % replicas.count_E[ids_BK]
-    to_rank_BK = replicas.ranks_EC[ids_BK, column_BK].where(known_BK, -1)
-    to_slot_BK = replicas.slots_EC[ids_BK, column_BK]
+    to_rank_BK, to_slot_BK, first_BK = choose_replicas_reference(expert_ids_BK, replicas, rank)
     own = slice(rank * num_tokens, (rank + 1) * num_tokens)
     for peer, buffer in enumerate(peers.buffers):
         here_BK = to_rank_BK == peer
@@ -256,9 +232,8 @@ def send_rows_reference(
         if layout.sums:
             layout.weights_XK(buffer, num_tokens)[own][goes_B] = weights_BK[goes_B]
     signal_reference(peers, layout, SENT, state, num_tokens)
-    home_BK = token_B1 * layout.top_k + torch.arange(layout.top_k)
+    token_B1 = torch.arange(num_tokens)[:, None]
     if layout.sums:
-        earlier_KK = torch.ones(layout.top_k, layout.top_k, dtype=torch.bool).tril(-1)
-        repeats_BK = ((to_rank_BK[:, :, None] == to_rank_BK[:, None, :]) & earlier_KK).any(dim=2)
-        home_BK = (to_rank_BK.long() * num_tokens + token_B1).masked_fill(repeats_BK, -1)
-    return home_BK.where(known_BK, -1).int()
+        return (first_BK.long() * num_tokens + token_B1).masked_fill(first_BK < 0, -1).int()
+    home_BK = token_B1 * layout.top_k + torch.arange(layout.top_k)
+    return home_BK.masked_fill(to_rank_BK < 0, -1).int()

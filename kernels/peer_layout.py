@@ -5,6 +5,7 @@ bytes, shapes and numbers of ranks; knows no transport. A rank brings B tokens t
 B-th part of the room is used, from the front:
 
     flags     int64 [2, N]      of each source: rows are sent, results are returned; see peer_flags.py
+    done      int64 [N, C]      of each source and group of this rank's tokens: their results are here, in epoch ...
     slots     int32 [N * B, K]  record r * B + t is token t of rank r: the slots it goes to here, -1 for all others
     weights   fp32 [N * B, K]   of each, only where sums go home
     scales    fp32 [N * B, G]   of each 128 columns, only of rows in fp8
@@ -67,24 +68,28 @@ class PeerLayout:
         return self._ends[-1]
 
     @property
-    def slots_at(self) -> int:
+    def done_at(self) -> int:
         return self._ends[0]
 
     @property
-    def weights_at(self) -> int:
+    def slots_at(self) -> int:
         return self._ends[1]
 
     @property
-    def scales_at(self) -> int:
+    def weights_at(self) -> int:
         return self._ends[2]
 
     @property
-    def rows_at(self) -> int:
+    def scales_at(self) -> int:
         return self._ends[3]
 
     @property
-    def home_at(self) -> int:
+    def rows_at(self) -> int:
         return self._ends[4]
+
+    @property
+    def home_at(self) -> int:
+        return self._ends[5]
 
     def flags_at(self, way: int) -> int:
         return 8 * self.num_ranks * way
@@ -96,6 +101,7 @@ class PeerLayout:
         home_rows = records if self.sums else self.capacity * self.top_k
         sizes = (
             8 * 2 * self.num_ranks,
+            8 * self.num_ranks * self.capacity,
             4 * records * self.top_k,
             4 * records * self.top_k if self.sums else 0,
             4 * records * self.num_scales,
@@ -115,6 +121,9 @@ class PeerLayout:
 
     def flags_N(self, buffer: Tensor, way: int) -> Tensor:
         return self._part(buffer, self.flags_at(way), (self.num_ranks,), torch.int64)
+
+    def done_NC(self, buffer: Tensor) -> Tensor:
+        return self._part(buffer, self.done_at, (self.num_ranks, self.capacity), torch.int64)
 
     def slots_XK(self, buffer: Tensor, num_tokens: int) -> Tensor:
         return self._part(buffer, self.slots_at, (self.num_ranks * num_tokens, self.top_k), torch.int32)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.peer_dispatch import ReplicaColumns
+from kernels.replica_choice import ReplicaColumns
 from kernels.peer_flags import WayState, new_states
 from kernels.peer_layout import PeerLayout, Peers
 

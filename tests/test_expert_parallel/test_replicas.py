@@ -33,7 +33,7 @@ def test_every_token_finds_its_expert_and_replicas_share_evenly(num_ranks: int) 
     for source in range(num_ranks):
         ids_TK = torch.rand(64, 5, generator=generator).argsort(dim=1)[:, :3].to(torch.int32)
         chosen = table.choose(ids_TK, source)
-        for expert, rank, slot in zip(*(x.ravel().tolist() for x in (ids_TK, *chosen)), strict=True):
+        for expert, rank, slot in zip(*(x.ravel().tolist() for x in (ids_TK, *chosen[:2])), strict=True):
             assert placement.experts_of(rank)[slot] == expert
         # All tokens to one expert: its replicas differ by one token at most.
         everyone = table.choose(torch.zeros(65, 1, dtype=torch.int32), source)
@@ -55,7 +55,7 @@ def test_the_table_changes_in_place_and_no_token_is_no_work() -> None:
     table.set(moved)
     assert addresses == [tensor.data_ptr() for tensor in (table._ranks_EC, table._slots_EC, table._count_E)]
     ids_TK = torch.tensor([[0, 3]], dtype=torch.int32)
-    assert [Slot(*place) for place in zip(*(x[0].tolist() for x in table.choose(ids_TK, 0)), strict=True)] == [
+    assert [Slot(*place) for place in zip(*(x[0].tolist() for x in table.choose(ids_TK, 0)[:2]), strict=True)] == [
         Slot(1, 0),
         Slot(0, 1),
     ]

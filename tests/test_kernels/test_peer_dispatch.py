@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from kernels import peer_dispatch
-from kernels.peer_dispatch import ReplicaColumns, _send_kernel, send_rows, send_rows_reference, send_rows_triton
+from kernels.peer_dispatch import _send_kernel, send_rows, send_rows_reference, send_rows_triton
 from kernels.peer_flags import TOKEN_BITS
 from kernels.peer_layout import SENT, PeerLayout
 from kernels.quantize import FP8, Quantized, quantize_rows_reference
+from kernels.replica_choice import ReplicaColumns
 from tests.aot import ARCHS, aot, compile_ahead
 from tests.one_process import OneProcess, draw_ids, draw_replicas
 from tests.shapes import HIDDEN
