@@ -48,6 +48,10 @@ class CopyFigures:
         return self.busy_seconds / self.span_seconds if self.span_seconds else 0.0
 
 
+_KEPT_WAITS = 4096
+"""How far back it is known how long products waited: further than any copy is ahead of its use that still matters."""
+
+
 class CopyEngine(Protocol):
     """Tickets are the engine's own; they may be waited for any number of times, also when long passed."""
 
@@ -125,12 +129,15 @@ class ImmediateEngine(CopyEngine):
 
 @dataclass(eq=False)
 class CudaCopy:
-    """One copy's events: `asked` in the order of the products, `start` and `end` in that of the copies."""
+    """One copy's events: `asked` in the order of the products, `start` and `end` in that of the copies.
+
+    `waits_before`: of the engine, when it was asked for."""
 
     asked: torch.cuda.Event
     start: torch.cuda.Event
     end: torch.cuda.Event
     num_bytes: int
+    waits_before: int
 
 
 @dataclass(eq=False)
@@ -155,11 +162,15 @@ class CudaEngine(CopyEngine):
         self._waits: deque[_Wait] = deque()
         self._figures = CopyFigures()
         self._first: torch.cuda.Event | None = None
+        self._num_waits = 0
+        # Seconds of all waits up to each of the newest ones, the last that is over at the end.
+        self._stalled: deque[float] = deque([0.0], maxlen=_KEPT_WAITS)
+        self._num_over = 0
 
     def copy(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> CudaCopy:
         num_bytes = sum(target.nbytes for target in targets)
         asked, start, end = (torch.cuda.Event(enable_timing=True) for _ in range(3))
-        copy = CudaCopy(asked, start, end, num_bytes)
+        copy = CudaCopy(asked, start, end, num_bytes, self._num_waits)
         copy.asked.record()
         with torch.cuda.stream(self.stream):
             copy.start.record()
@@ -179,6 +190,7 @@ class CudaEngine(CopyEngine):
         stream.wait_event(landed.end)
         wait.after.record(stream)
         self._waits.append(wait)
+        self._num_waits += 1
 
     def used(self, tensors: Sequence[Tensor], rows: Sequence[int]) -> torch.cuda.Event:
         event = torch.cuda.Event()
@@ -217,9 +229,16 @@ class CudaEngine(CopyEngine):
             figures.span_seconds = first.elapsed_time(copy.end) / 1e3
         while self._waits and self._waits[0].after.query():
             wait = self._waits.popleft()
-            figures.stall_seconds += wait.before.elapsed_time(wait.after) / 1e3
-            copying = wait.copy.start.elapsed_time(wait.copy.end)
-            figures.due_seconds += max(0.0, copying - wait.copy.asked.elapsed_time(wait.before)) / 1e3
+            copy, stall = wait.copy, wait.before.elapsed_time(wait.after) / 1e3
+            figures.stall_seconds += stall
+            # What was computed since the copy was asked for: the time since, without the waits in it.
+            since = self._num_over - copy.waits_before
+            if since < len(self._stalled):
+                waited = self._stalled[-1] - self._stalled[-1 - since]
+                computed = copy.asked.elapsed_time(wait.before) / 1e3 - waited
+                figures.due_seconds += max(0.0, copy.start.elapsed_time(copy.end) / 1e3 - computed)
+            self._stalled.append(self._stalled[-1] + stall)
+            self._num_over += 1
 
 
 def make_engine(device: torch.device) -> CopyEngine:

@@ -7,7 +7,7 @@ slot least likely asked for among those that may go.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from expert_parallel.prefetch import ExpectedUse
 from expert_parallel.slot_buffer import SlotBuffer
@@ -24,15 +24,16 @@ class SlotFigures:
     guessed_right: int = 0  # slots of a router's guess that the next step asked for, fetched or not
     guessed: int = 0
 
-    def add(self, other: SlotFigures) -> None:
-        for each in fields(self):
-            setattr(self, each.name, getattr(self, each.name) + getattr(other, each.name))
-
     @property
     def hit_rate(self) -> float | None:
         """None before any slot was asked for."""
         asked = self.hits + self.misses
         return self.hits / asked if asked else None
+
+    @property
+    def guess_rate(self) -> float | None:
+        """The share of a router's guesses that came true."""
+        return self.guessed_right / self.guessed if self.guessed else None
 
 
 class HeldSlots:

@@ -18,6 +18,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -70,13 +71,18 @@ class Arena:
 
 def pin(address: int, num_bytes: int) -> None:
     """Register memory with the driver, so that the GPU copies from it at full speed and beside the host's work."""
-    code = int(torch.cuda.cudart().cudaHostRegister(address, num_bytes, _PORTABLE))
+    code = int(_cuda().cudaHostRegister(address, num_bytes, _PORTABLE))
     if code:
         raise ValueError(_not_pinned(num_bytes, code))
 
 
 def _unpin(address: int) -> None:
-    torch.cuda.cudart().cudaHostUnregister(address)
+    _cuda().cudaHostUnregister(address)
+
+
+def _cuda() -> Any:
+    """The runtime's own calls; torch has no others that pin what it did not allocate."""
+    return torch.cuda.cudart()
 
 
 def _not_pinned(num_bytes: int, code: int) -> str:

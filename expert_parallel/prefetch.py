@@ -1,4 +1,5 @@
-"""Which experts a layer will ask for: what its router says of the rows of the layer before, and how often each was used.
+"""Which experts a layer will ask for: what its router says of the rows of the layer before, and how often each was
+used.
 
 Knows slots, steps and shares; knows no router and no weights. Both sources are blended by how right the first one was
 of late: with a the moving share of its guesses that came true and f a slot's moving share of steps,

@@ -111,7 +111,7 @@ class ExpertMover:
             f"{bundles.num_slots} slots on rank {rank}, the placement has {current.num_slots(rank)}"
         )
         plan = moves(current, wanted, num_nodes=self.num_nodes)
-        self._agree(current, wanted)
+        self.agree(current, wanted)
         rounds = move_rounds(plan, self.most)
         wrong = torch.zeros((), dtype=torch.int64, device=self._records.device)
         for each in rounds:
@@ -138,7 +138,7 @@ class ExpertMover:
         if self._records.is_cuda:
             torch.cuda.synchronize(self._records.device)
 
-    def _agree(self, current: Placement, wanted: Placement) -> None:
+    def agree(self, current: Placement, wanted: Placement) -> None:
         """Ranks whose libraries round differently may come to different plans: better no move than two."""
         text = repr((current.ranks, wanted.ranks, self.most)).encode()
         own = torch.tensor([int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "little")])

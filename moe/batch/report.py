@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from expert_parallel.offload_figures import OffloadFigures
 from moe.engine.stats import EngineStats
 
 LATENCIES = {
@@ -55,6 +56,7 @@ class JobReport:
     experts_moved: int = 0
     rebalances: int = 0
     balance_seconds: float = 0.0
+    offload: OffloadFigures | None = None  # None: all experts are on the device
 
     @classmethod
     def of(
@@ -86,11 +88,12 @@ class JobReport:
             experts_moved=stats.experts_moved,
             rebalances=stats.rebalances,
             balance_seconds=stats.balance_seconds,
+            offload=stats.offload,
         )
 
     def as_dict(self) -> dict[str, Any]:
         """JSON-ready, for metrics.json."""
-        return asdict(self)
+        return asdict(self) | {"offload": None if self.offload is None else self.offload.as_dict()}
 
     def rows(self) -> list[tuple[str, str]]:
         """Name and value of each line of the summary."""
@@ -108,6 +111,7 @@ class JobReport:
                 "-" if self.expert_balance is None else f"{self.expert_balance:.2f} (1 is even)",
             ),
             *self._rank_rows(),
+            *([] if self.offload is None else self.offload.rows()),
         ]
 
     def _rank_rows(self) -> list[tuple[str, str]]:

@@ -45,6 +45,8 @@ MIB = 2**20
 
 def layer_bundles(network: CausalLM) -> dict[int, Bundles]:
     """All that the expert slots of each layer hold here."""
+    if network.offload is not None and network.offload.host.by_table:
+        return {}  # experts move in tables alone
     targets = network.targets()
     layers = network.layout.placements
     return {layer: Bundles([targets[name] for name in bundle_names(layer, targets)]) for layer in layers}
@@ -56,7 +58,10 @@ def make_mover(balance: BalanceConfig, network: Network, ranks: Ranks | None) ->
         return None
     if not balance.interval or balance.move == "never" or balance.plan is not None:
         return None
-    bundle_bytes = next(iter(layer_bundles(network).values())).num_bytes
+    if network.offload is not None:
+        bundle_bytes = network.offload.bundle_bytes
+    else:
+        bundle_bytes = next(iter(layer_bundles(network).values())).num_bytes
     slots = next(iter(network.layout.placements.values())).ranks
     # More than all slots of a rank are never on their way.
     most = min(records_within(int(balance.buffer_mb * MIB), bundle_bytes), max(len(held) for held in slots))
@@ -94,6 +99,7 @@ class Balance:
         self.experts_moved = 0
         self.seconds = 0.0
         self.layout: ExpertLayout | None = network.layout if isinstance(network, CausalLM) else None
+        self._offload = network.offload if isinstance(network, CausalLM) else None
         self._own_L = np.zeros(model.num_layers, dtype=np.int64)
         self._looked_at: deque[int] = deque([0], maxlen=balance.window + 1)  # steps of the window's looks, one before
         self._due: deque[int] = deque()  # layers to ask about, once each after a look
@@ -185,7 +191,8 @@ class Balance:
         if self.balance.move == "always":
             return next_placements(loads_LE, current, self._shape)
         assert self._rates is not None, "rates are measured where experts can move"
-        rows_per_rank = float(self.window.recent_LE().sum()) / max(1, len(self._bundles)) / self._shape.num_ranks
+        num_layers = len(self.layout.placements) if self.layout is not None else 1
+        rows_per_rank = float(self.window.recent_LE().sum()) / num_layers / self._shape.num_ranks
         steps = self._looked_at[-1] - self._looked_at[0]
         # As long as the window looks back the new placement is taken to serve.
         rates = self._rates.rates(rows_per_rank / steps, self.balance.interval * self.balance.window)
@@ -194,10 +201,20 @@ class Balance:
     def _move(self, layer: int, wanted: Placement) -> None:
         """All that is indexed by a slot, then all that says which expert a slot holds."""
         assert self.layout is not None and self._mover is not None, "only an engine with a mover moves experts"
-        moved = self._mover.move(self._bundles[layer], self.layout.placements[layer], wanted)
+        rank, current, offload = self.layout.rank, self.layout.placements[layer], self._offload
+        before, after = current.experts_of(rank), wanted.experts_of(rank)
+        if offload is not None:
+            offload.engine.drain()  # a copy reads what it was asked to read
+        if offload is not None and offload.host.by_table:
+            self._mover.agree(current, wanted)
+            received = sum(now is not None and now != then for then, now in zip(before, after, strict=True))
+        else:
+            received = self._mover.move(self._bundles[layer], current, wanted).received
         self.layout.set(layer, wanted)
-        self.load.place(layer, wanted.experts_of(self.layout.rank))
-        self.experts_moved += moved.received
+        self.load.place(layer, after)
+        if offload is not None:
+            offload.place(layer, before, after)
+        self.experts_moved += received
         self._moved_in_pass += 1
 
     def _write_profile(self) -> None:

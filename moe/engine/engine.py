@@ -87,6 +87,8 @@ class Engine:
         mover = make_mover(config.balance, network, parts.ranks)
         moving_bytes = 0 if mover is None else mover.num_bytes
         self.plan = plan_cache(config, parts, layout, sampler, cuda_graphs=use_graphs, moving_bytes=moving_bytes)
+        if parts.offload is not None:
+            parts.offload.reset()  # steps that measured are no part of the run
         logger.info("%s", self.plan.table())
         pool = KVPool(layout, self.plan.num_blocks, parts.device)
         salt = (parts.name, parts.model.family, str(parts.dtype), *layout.salt)
@@ -225,6 +227,7 @@ class Engine:
         balance = self.balance
         self.stats.rebalances, self.stats.balance_seconds = balance.num_rebalances, balance.seconds
         self.stats.experts_moved = balance.experts_moved
+        self.stats.offload = None if self.parts.offload is None else self.parts.offload.statistics()
         return self.stats
 
     def conclude(self) -> None:

@@ -25,6 +25,7 @@ from moe.model.config import MLAConfig, ModelConfig
 from moe.model.families.registry import read_config
 from moe.model.hub import resolve_model
 from moe.model.load_model import Spread, load_model
+from moe.model.offloaded_experts import Offload
 
 logger = logging.getLogger(__name__)
 
@@ -55,8 +56,16 @@ class Parts:
 
     @property
     def graph_safe(self) -> bool:
-        """Whether decode steps may be captured: no dispatcher waits for the host or has shapes that follow routing."""
-        return not isinstance(self.network, CausalLM) or self.network.dispatchers.decode.graph_safe
+        """Whether decode steps may be captured: no dispatcher waits for the host or has shapes that follow routing, and
+        no expert comes from host memory, where it differs from step to step what is copied where."""
+        if not isinstance(self.network, CausalLM):
+            return True
+        return self.network.dispatchers.decode.graph_safe and self.network.offload is None
+
+    @property
+    def offload(self) -> Offload | None:
+        """The experts that live in host memory; None: all are on the device."""
+        return self.network.offload if isinstance(self.network, CausalLM) else None
 
     @property
     def experts_of_slots(self) -> Mapping[int, Sequence[int | None]] | None:

@@ -10,12 +10,13 @@ from typing import Any
 
 import torch
 
+from expert_parallel.offload_figures import OffloadFigures
 from moe.engine.latency import Latencies
 from router.load import balancedness
 
 # Times to first token kept for the median: enough to be steady, small enough for a job of any size.
 KEPT_TIMES = 10_000
-LISTS = ("ttft_seconds", "latencies", "expert_counts")
+LISTS = ("ttft_seconds", "latencies", "expert_counts", "offload")
 
 
 @dataclass
@@ -50,6 +51,7 @@ class EngineStats:
     rebalances: int = 0  # looks after which experts moved
     experts_moved: int = 0  # arrivals of an expert in a slot of a layer
     balance_seconds: float = 0.0  # that looking and moving took between steps
+    offload: OffloadFigures | None = None  # of experts in host memory; None: all are on the device
 
     def reset(self) -> None:
         """Begin again, in place; the size of the cache stays."""
@@ -67,6 +69,8 @@ class EngineStats:
         for each in ranks:
             whole.ttft_seconds.extend(each.ttft_seconds)
             whole.latencies.merge(each.latencies)
+        offloads = [each.offload for each in ranks if each.offload is not None]
+        whole.offload = OffloadFigures.together(offloads) if offloads else None
         layers = zip(*(each.expert_counts for each in ranks), strict=True)
         whole.expert_counts = [[sum(counts) for counts in zip(*of_layer, strict=True)] for of_layer in layers]
         if len(ranks) > 1 and any(map(sum, whole.expert_counts)):
@@ -93,4 +97,5 @@ class EngineStats:
         names = [name for name in self.__dataclass_fields__ if name not in LISTS]
         counters: dict[str, Any] = {name: getattr(self, name) for name in names}
         derived = ("kv_peak_use", "ttft_median", "tokens_per_second")
+        counters["offload"] = None if self.offload is None else self.offload.as_dict()
         return counters | {name: getattr(self, name) for name in derived}

@@ -25,13 +25,14 @@ from moe.model.slot_experts import SlotExperts
 @dataclass(frozen=True)
 class HostExperts:
     """The store of one rank. `tensors`: by parameter name, [rows, ...]. `filled_here[layer][row]`: the logical expert
-    that this rank loads into a row, None where another one does. `shared`: rows are logical experts, of all ranks."""
+    that this rank loads into a row, None where another one does. `by_table`: rows are logical experts, of all ranks, so
+    an expert that moves changes tables alone."""
 
     tensors: Mapping[str, Tensor]
     filled_here: SlotExperts
     source: ExpertSource
     num_bytes: int  # of this rank: an equal part of what is shared
-    shared: bool
+    by_table: bool
 
 
 def make_host_experts(
@@ -56,7 +57,7 @@ def make_host_experts(
         filled_here=filled_here,
         source=HostSource(bundles, experts if shared else None),
         num_bytes=sum(sizes) // (group.size if shared and group is not None else 1),
-        shared=shared,
+        by_table=shared,
     )
 
 

@@ -13,7 +13,7 @@ held_slots.py and copy_engine.py of expert_parallel/. Of each layer some slots a
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -22,9 +22,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from expert_parallel.chunk_stream import ChunkStream
-from expert_parallel.copy_engine import CopyEngine
+from expert_parallel.copy_engine import CopyEngine, CopyFigures
 from expert_parallel.dispatcher import ExpertInput
 from expert_parallel.held_slots import HeldSlots, SlotFigures
+from expert_parallel.offload_figures import OffloadFigures
 from expert_parallel.offload_plan import OffloadPlan
 from expert_parallel.slot_buffer import SlotBuffer
 from kernels.quantize import FP8
@@ -71,6 +72,11 @@ class Offload:
         return sum(tensor.nbytes for buffer in buffers for tensor in buffer.tensors)
 
     @property
+    def bundle_bytes(self) -> int:
+        """Of one slot of a layer."""
+        return sum(tensor[0].nbytes for tensor in self.staging[0].tensors)
+
+    @property
     def host_bytes(self) -> int:
         """Of host memory, this rank's part."""
         return self.host.num_bytes
@@ -89,23 +95,28 @@ class Offload:
         self.engine.drain()
         self.engine.reset()
 
-    def forget(self, layer: int, experts: Sequence[int | None]) -> None:
-        """Other experts are behind this layer's slots: `experts[slot]`. Before their bytes change, `engine.drain()`."""
+    def place(self, layer: int, before: Sequence[int | None], experts: Sequence[int | None]) -> None:
+        """Other experts are behind some of this layer's slots: `experts[slot]`, where it was `before[slot]`.
+
+        Where bytes in host memory changed for it, the copies were drained before they did.
+        """
         self.stream.give_up()
         self.host.source.place(layer, experts)
-        self.held[layer].forget(range(self.plan.num_slots))
+        self.held[layer].forget([slot for slot in range(len(experts)) if experts[slot] != before[slot]])
         for each in self.experts.values():
             if each.following is not None and each.following.held.layer == layer:
                 each.following.place(experts)
 
-    def statistics(self) -> dict[str, Any]:
-        """Counters of slots and copies since `fill`, and what follows from them. Waits for nobody."""
-        slots = SlotFigures()
+    def statistics(self) -> OffloadFigures:
+        """Since `fill` or `reset`, of all layers. Waits for nobody."""
+        layers = [OffloadFigures(held.figures, CopyFigures()) for held in self.held.values()]
+        return OffloadFigures.together([*layers, OffloadFigures(SlotFigures(), self.engine.figures())])
+
+    def reset(self) -> None:
+        """Count from here on. Waits for the device."""
+        self.engine.reset()
         for held in self.held.values():
-            slots.add(held.figures)
-        copies = self.engine.figures()
-        rates = {"gb_per_second": copies.gb_per_second, "busy_share": copies.busy_share, "hit_rate": slots.hit_rate}
-        return asdict(slots) | asdict(copies) | rates
+            held.figures = SlotFigures()
 
 
 class Following:
@@ -180,7 +191,7 @@ class OffloadedExperts:
         return F.pad(ranges_S2, (0, 0, 0, 1)).index_select(0, self._order_X)
 
     def _cache(self, inputs: ExpertInput, products: SlotProducts) -> None:
-        """Copies are asked for in the order in which they are needed: for what this call misses, then for the next layer."""
+        """Copies are asked for in the order of their use: what this call misses, then what the next layer may want."""
         held, staging = self.held, self.offload.staging
         ranges, guessed = self._read(inputs)
         needed = [slot for slot, (start, end) in enumerate(ranges) if start < end]

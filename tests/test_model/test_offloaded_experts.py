@@ -25,6 +25,7 @@ from tests.tiny_models import VARIANTS, VOCAB_SIZE, write_variant
 
 CPU = torch.device("cpu")
 E = 8  # of every tiny model
+REGIMES = ("auto", "cache", "stream")
 
 
 def load(folder: Path, plan: OffloadPlan | None = None, copies: MakeEngine = make_engine, **options: Any) -> CausalLM:
@@ -62,14 +63,14 @@ def tokens_of(length: int, seed: int) -> list[int]:
 
 
 def all_logits(model: CausalLM) -> list[Tensor]:
-    """A few long prompts, then steps of one to three rows, then both: every way through the layers."""
+    """Prompts, then steps of one or two rows, then both, then one row: every way through the layers."""
     driver = StepDriver(model)
-    found = [*driver.run(prefill={"a": tokens_of(30, 1), "b": tokens_of(7, 2)}).values()]
-    for step in range(5):
+    found = [*driver.run(prefill={"a": tokens_of(11, 1), "b": tokens_of(3, 2)}).values()]
+    for step in range(3):
         rows = {"a": 3 + step} if step % 2 else {"a": 40 + step, "b": 90 + step}
         found += driver.run(decode=rows).values()
-    found += driver.run(decode={"a": 5, "b": 17}, prefill={"c": tokens_of(9, 3)}).values()
-    for step in range(4):
+    found += driver.run(decode={"a": 5, "b": 17}, prefill={"c": tokens_of(5, 3)}).values()
+    for step in range(3):
         found += driver.run(decode={"c": 200 + step}).values()
     return found
 
@@ -79,34 +80,33 @@ def assert_all_same(found: Sequence[Tensor], expected: Sequence[Tensor]) -> None
         assert_same_bits(mine, theirs)
 
 
-@pytest.mark.parametrize("regime", ["auto", "cache", "stream"])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_answers_of_every_family_are_those_of_the_resident_model(tmp_path: Path, variant: str, regime: str) -> None:
+def test_answers_of_every_family_are_those_of_the_resident_model(tmp_path: Path, variant: str) -> None:
     """Three slots held and buffers of two, which do not divide the five others."""
     write_variant(tmp_path, variant)
     expected = all_logits(load(tmp_path))
-    model = load(tmp_path, plan_of(regime, held=3, staging=2), simulated())
-    assert_all_same(all_logits(model), expected)
-    engine = engine_of(model)
-    assert isinstance(engine, SimulatedEngine) and engine.num_early, "no copy was late, so nothing was tried"
+    for regime in REGIMES:
+        model = load(tmp_path, plan_of(regime, held=3, staging=2), simulated())
+        assert_all_same(all_logits(model), expected)
+        engine = engine_of(model)
+        assert isinstance(engine, SimulatedEngine) and engine.num_early, "no copy was late, so nothing was tried"
 
 
-@pytest.mark.parametrize("regime", ["cache", "stream"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_experts_in_fp8_with_their_scales(tmp_path: Path, dtype: torch.dtype, regime: str) -> None:
-    """Widths of more than one block, with edges; an immediate engine, as the product has it on the CPU."""
+def test_experts_in_fp8_with_their_scales(tmp_path: Path, dtype: torch.dtype) -> None:
+    """Widths of more than one block, with edges; also with the engine that the product has on the CPU."""
     write_variant(tmp_path, "qwen3_moe", hidden_size=192, moe_intermediate_size=128)
     options = {"quantization": "fp8", "dtype": dtype}
     expected = all_logits(load(tmp_path, **options))
-    assert_all_same(all_logits(load(tmp_path, plan_of(regime, 3, 2), **options)), expected)
-    assert_all_same(all_logits(load(tmp_path, plan_of(regime, 3, 2), simulated(), **options)), expected)
+    for regime, copies in (("cache", simulated()), ("stream", simulated()), ("auto", make_engine)):
+        assert_all_same(all_logits(load(tmp_path, plan_of(regime, 3, 2), copies, **options)), expected)
 
 
 @pytest.mark.parametrize("held, staging", [(0, 1), (0, 8), (1, 1), (7, 1), (7, 8)])
 def test_every_size_of_buffers(tmp_path: Path, held: int, staging: int) -> None:
     write_variant(tmp_path, "mixtral")
     expected = all_logits(load(tmp_path))
-    for regime in ("auto", "cache", "stream"):
+    for regime in REGIMES:
         assert_all_same(all_logits(load(tmp_path, plan_of(regime, held, staging), simulated())), expected)
 
 
@@ -138,8 +138,8 @@ def test_C26_C30_fifty_runs_with_late_copies_poisoned_slots_and_wrong_guesses(tm
         assert isinstance(engine, SimulatedEngine)
         num_early += engine.num_early
         num_held_up += engine.num_held_up
-        num_in_vain += model.offload.statistics()["fetched_in_vain"]
-    assert num_early > 500 and num_held_up > 500 and num_in_vain > 50, (num_early, num_held_up, num_in_vain)
+        num_in_vain += model.offload.statistics().slots.fetched_in_vain
+    assert num_early > 500 and num_held_up > 200 and num_in_vain > 50, (num_early, num_held_up, num_in_vain)
 
 
 def test_what_a_slot_held_is_forgotten_when_another_expert_comes_behind_it(tmp_path: Path) -> None:
@@ -156,7 +156,8 @@ def test_what_a_slot_held_is_forgotten_when_another_expert_comes_behind_it(tmp_p
                 if ".experts." in name:
                     tensor[[0, 5]] = tensor[[5, 0]]
         for layer, experts in model.layout.experts.items():
-            model.offload.forget(layer, experts)
+            others = [experts[slot] if slot not in (0, 5) else None for slot in range(E)]
+            model.offload.place(layer, others, experts)
         assert_all_same(all_logits(model), all_logits(changed))
 
 
@@ -166,11 +167,11 @@ def test_figures_add_up(tmp_path: Path) -> None:
     model = load(tmp_path, plan_of("cache", 4, 2))
     assert model.offload is not None
     driver = StepDriver(model)
-    before = model.offload.statistics()
+    before = model.offload.statistics().as_dict()
     assert before["num_bytes"] == before["hits"] == 0 and before["hit_rate"] is None
     for token in range(20):
         driver.run(decode={"a": token})
-    found = model.offload.statistics()
+    found = model.offload.statistics().as_dict()
     layers, top_k = len(model.config.layers_with_experts), model.config.moe.rule.top_k
     assert found["hits"] + found["misses"] == 20 * layers * top_k
     assert found["hit_rate"] == found["hits"] / (20 * layers * top_k)

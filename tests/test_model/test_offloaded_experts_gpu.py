@@ -1,0 +1,94 @@
+"""Experts in host memory on a GPU: the bits of the resident network, while copies are late and buffers hold NaN."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from expert_parallel.copy_engine import CudaCopy, CudaEngine, make_engine
+from expert_parallel.host_store import Arena
+from expert_parallel.offload_plan import OffloadPlan
+from moe.model.causal_lm import CausalLM
+from moe.model.load_model import load_model
+from moe.model.offload_setup import MakeEngine
+from tests.compare import assert_same_bits
+from tests.simulated_copies import poison
+from tests.step_driver import StepDriver
+from tests.tiny_models import VOCAB_SIZE, write_variant
+
+pytestmark = pytest.mark.gpu
+E = 8
+LATE_CYCLES = 2_000_000  # of the GPU's clock: a millisecond, longer than any product here
+
+
+class LateEngine(CudaEngine):
+    """Poisons a buffer as soon as it may be written, and copies a millisecond later."""
+
+    def copy(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> CudaCopy:
+        with torch.cuda.stream(self.stream):
+            for target in targets:
+                poison(target)
+            torch.cuda._sleep(LATE_CYCLES)
+        return super().copy(targets, sources)
+
+
+def load(folder: Path, plan: OffloadPlan | None, copies: MakeEngine = make_engine, **options: Any) -> CausalLM:
+    sizes = {"max_model_len": 256, "mla_workspace_tokens": 64}
+    return load_model(folder, device=torch.device("cuda", 0), offload=plan, copies=copies, **sizes, **options)
+
+
+def logits_of(model: CausalLM) -> list[Tensor]:
+    """A prompt, then single rows, then many rows, one of them at a time again."""
+    generator = torch.Generator().manual_seed(5)
+    driver = StepDriver(model)
+    found: list[Tensor] = []
+
+    def tokens(length: int) -> list[int]:
+        return torch.randint(0, VOCAB_SIZE, (length,), generator=generator).tolist()
+
+    found += driver.run(prefill={"a": tokens(40)}).values()
+    for token in tokens(4):
+        found += driver.run(decode={"a": token}).values()
+    names = [f"s{number}" for number in range(20)]
+    found += driver.run(prefill={name: tokens(3) for name in names}).values()
+    for _ in range(3):
+        found += driver.run(decode=dict(zip(names, tokens(20), strict=True))).values()
+        found += driver.run(decode={"a": 7}).values()
+    return [each.clone() for each in found]
+
+
+@pytest.mark.parametrize("quantization", ["none", "fp8"])
+@pytest.mark.parametrize("variant", ["qwen3_moe", "deepseek_v3", "mixtral"])
+def test_bits_of_the_resident_network(tmp_path: Path, variant: str, quantization: str) -> None:
+    """C26 on the device: every size of held and passing slots, with copies at once and late."""
+    width = {"intermediate_size": 128} if variant == "mixtral" else {"moe_intermediate_size": 128}
+    write_variant(tmp_path, variant, hidden_size=128, **width)
+    options = {"dtype": torch.bfloat16, "quantization": quantization}
+    expected = logits_of(load(tmp_path, None, **options))
+    for regime, held, staging in (("auto", 3, 2), ("cache", 2, 1), ("stream", 2, 3), ("cache", 0, 2), ("stream", 7, 1)):
+        for copies in (make_engine, LateEngine):
+            plan = OffloadPlan(regime, E, held, staging, num_layers=1, bundle_bytes=1, tier="host", host_bytes=1)
+            model = load(tmp_path, plan, copies, **options)
+            for mine, theirs in zip(logits_of(model), expected, strict=True):
+                assert_same_bits(mine, theirs)
+            assert model.offload is not None
+            torch.cuda.synchronize()
+            figures = model.offload.statistics().copies
+            assert figures.num_bytes > 0 and 0 < figures.busy_seconds <= figures.span_seconds
+            assert copies is make_engine or figures.stall_seconds > 0.001
+
+
+def test_an_arena_is_pinned_and_let_go() -> None:
+    """Copies from it do not wait for the host, and the same memory can be pinned again once the last view is gone."""
+    shapes = {"a": ((1 << 20,), torch.float32), "b": ((3, 5), torch.bfloat16)}
+    for _ in range(3):
+        tensors = Arena(shapes, pinned=True).tensors
+        assert tensors["a"].is_pinned() and tensors["b"].is_pinned()
+        tensors["a"].fill_(3.0)
+        assert tensors["a"].to("cuda", non_blocking=True).sum().item() == 3.0 * (1 << 20)
+        del tensors
