@@ -236,7 +236,7 @@ def attention_decode_triton(
     if int4:
         operands = (q_BHC, k_cache_NPGC, v_cache_NPGV, block_tables_BM, kv_lens_B, scales, _SPLITS)
         return attention_decode_int4(*operands, scale=scale, window=window, max_kv_len=max_kv_len)
-    splits = _SPLITS.most(max_kv_len, window)
+    splits = decode_splits(max_kv_len, window)
     tile = _decode_tile(wide, num_sequences * num_kv_heads * splits)
     shape = (num_sequences, splits, num_heads, value_width)
     parts_BSHV, lse_BSH = split_workspace(*shape, torch.float32, q_BHC.device)
@@ -278,6 +278,11 @@ def attention_decode_triton(
     if splits > 1:
         merge_splits(parts_BSHV, lse_BSH, kv_lens_B, out_BHV, _SPLITS, window=window)
     return out_BHV
+
+
+def decode_splits(max_kv_len: int, window: int = 0) -> int:
+    """Splits that the workspace of a step has room for, of each sequence."""
+    return _SPLITS.most(max_kv_len, window)
 
 
 def _decode_tile(wide: bool, num_programs: int) -> TileConfig:

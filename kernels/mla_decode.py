@@ -304,6 +304,11 @@ def _split_rule(num_heads: int) -> SplitRule:
     return SplitRule(128, few=8) if num_heads <= 32 else SplitRule(512, few=4)
 
 
+def mla_splits(num_heads: int, max_kv_len: int) -> int:
+    """Splits that the workspace of a step has room for, of each sequence."""
+    return _split_rule(num_heads).most(max_kv_len)
+
+
 def mla_decode_reference(
     q_latent_BHL: Tensor,
     q_pe_BHR: Tensor,

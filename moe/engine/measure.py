@@ -17,7 +17,8 @@ from moe.engine.network import Network
 from moe.engine.parts import Parts
 from moe.engine.request import SamplingParams
 from moe.engine.sampler import Sampler, SampleRow, SamplingBatch
-from moe.engine.scheduler import PROMPT_LOGIT_ROWS
+from moe.engine.workspace import StepLimits, prompt_chunks
+from moe.model.config import MLAConfig
 from moe.model.step_input import DecodeBatch, PrefillBatch, StepInput
 
 
@@ -31,10 +32,10 @@ def plan_cache(
         sampler,
         layout,
         parts.device,
-        max_batched_tokens=config.engine.max_batched_tokens,
-        max_num_seqs=parts.max_num_seqs(config.engine),
-        max_model_len=parts.max_model_len,
+        limits=parts.limits(config),
         cuda_graphs=cuda_graphs,
+        latent=isinstance(parts.model.attention, MLAConfig),
+        held_experts=parts.held_expert_bytes,
     )
     return plan_memory(
         layout,
@@ -59,25 +60,26 @@ def measure_memory(
     layout: KVLayout,
     device: torch.device,
     *,
-    max_batched_tokens: int,
-    max_num_seqs: int,
-    max_model_len: int,
+    limits: StepLimits,
     cuda_graphs: bool,
+    latent: bool = False,
+    held_experts: int = 0,
 ) -> DeviceMemory:
     """Weights by their sizes; on a GPU also the peak of the largest prefill and the largest decode step.
 
     Captured graphs share memory among themselves but not with other steps: the largest decode step counts once more.
+    `held_experts`: bytes on the device of experts whose own tensors are in host memory; `latent`: attention is MLA.
     """
-    weights = sum(tensor.nbytes for tensor in network.targets().values())
+    weights = held_experts + sum(t.nbytes for t in network.targets().values() if t.device.type == device.type)
     if device.type != "cuda":
         return DeviceMemory("cpu", None, weights, 0)
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
     pool = KVPool(layout, 1, device)
-    num_rows = min(max_num_seqs, max_batched_tokens)
+    num_rows = limits.max_num_seqs
     steps = (
-        prefill_step(max_batched_tokens, num_rows, max_model_len, layout.block_size, device),
-        decode_step(num_rows, max_model_len, layout.block_size, device),
+        prefill_step(limits, device, latent=latent),
+        decode_step(num_rows, limits.max_model_len, layout.block_size, device),
     )
     before = torch.cuda.memory_allocated(device)
     peaks: list[int] = []
@@ -102,32 +104,31 @@ def measure_memory(
     return DeviceMemory(torch.cuda.get_device_name(device), total, weights, max(workspace, 0), other)
 
 
-def prefill_step(
-    num_tokens: int, num_seqs: int, max_model_len: int, block_size: int, device: torch.device
-) -> StepInput:
-    """`num_tokens` prompt tokens in as few sequences as max_model_len allows, with the most logits a step can want."""
-    lengths = [min(max_model_len, num_tokens - start) for start in range(0, num_tokens, max_model_len)]
-    lengths_B = torch.tensor(lengths, dtype=torch.int32)
+def prefill_step(limits: StepLimits, device: torch.device, *, latent: bool) -> StepInput:
+    """As many prompt tokens as a step may hold, in `prompt_chunks`, with the most logits a step can want."""
+    num_tokens = limits.max_batched_tokens
+    lengths, kv_lens = zip(*prompt_chunks(limits, latent=latent))
+    lengths_B, kv_lens_B = (torch.tensor(each, dtype=torch.int32) for each in (lengths, kv_lens))
     starts_B1 = torch.cat([torch.zeros(1, dtype=torch.int32), lengths_B.cumsum(0, dtype=torch.int32)])
-    num_logits = min(num_tokens, num_seqs + PROMPT_LOGIT_ROWS)
     prefill = PrefillBatch(
-        block_tables_BM=_tables(len(lengths), max(lengths), block_size, device),
+        block_tables_BM=_tables(len(lengths), max(kv_lens), limits.block_size, device),
         query_starts_B1=starts_B1.to(device),
-        query_offsets_B=torch.zeros_like(lengths_B).to(device),
-        kv_lens_B=lengths_B.to(device),
+        query_offsets_B=(kv_lens_B - lengths_B).to(device),
+        kv_lens_B=kv_lens_B.to(device),
         max_query_len=max(lengths),
-        max_kv_len=max(lengths),
-        query_lens_host=tuple(lengths),
-        kv_lens_host=tuple(lengths),
+        max_kv_len=max(kv_lens),
+        query_lens_host=lengths,
+        kv_lens_host=kv_lens,
     )
+    positions = [torch.arange(kv_len - length, kv_len) for length, kv_len in zip(lengths, kv_lens)]
     return StepInput(
         token_ids_T=torch.zeros(num_tokens, dtype=torch.int64, device=device),
-        positions_T=torch.cat([torch.arange(length) for length in lengths]).to(device),
+        positions_T=torch.cat(positions).to(device),
         slot_mapping_T=torch.full((num_tokens,), -1, dtype=torch.int64, device=device),
         num_decode=0,
         decode=None,
         prefill=prefill,
-        logits_rows_B=torch.arange(num_logits, device=device),
+        logits_rows_B=torch.arange(limits.logits_rows, device=device),
     )
 
 

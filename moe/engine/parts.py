@@ -19,6 +19,7 @@ from kernels.quantize import supports_fp8
 from kv_cache.layout import KVLayout, LayerScales, Quantization
 from moe.engine.network import Network
 from moe.engine.tokenizer import Tokenizer
+from moe.engine.workspace import StepLimits
 from moe.model.cache_scales import find_cache_scales
 from moe.model.causal_lm import CausalLM
 from moe.model.config import MLAConfig, ModelConfig
@@ -91,6 +92,15 @@ class Parts:
         """Of buffers for travelling rows that exist and that no allocator's statistics show."""
         return self.network.dispatchers.held_bytes if isinstance(self.network, CausalLM) else 0
 
+    @property
+    def held_expert_bytes(self) -> int:
+        """On the device, of experts that live in host memory."""
+        return 0 if self.offload is None else self.offload.gpu_bytes
+
+    def limits(self, config: Config) -> StepLimits:
+        """Of the largest steps."""
+        return step_limits(config, self.max_model_len, self.device)
+
     def check_ranks(self) -> None:
         """RuntimeError where the device waited for another rank in vain. Waits for nobody."""
         if isinstance(self.network, CausalLM):
@@ -98,13 +108,30 @@ class Parts:
 
     def max_num_seqs(self, engine: EngineConfig) -> int:
         """Of the key, or the device's default, but not more than a step's token budget: decoding takes a token each."""
-        most = engine.max_num_seqs or (GPU_NUM_SEQS if self.device.type == "cuda" else CPU_NUM_SEQS)
-        return min(most, engine.max_batched_tokens)
+        return max_num_seqs(engine, self.device)
 
     def decode_one(self, token_id: int) -> str:
         """The text of one token by itself, special ones included."""
         assert self.tokenizer is not None, "texts of tokens were asked of parts without a tokenizer"
         return self.tokenizer.token_text(token_id)
+
+
+def max_num_seqs(engine: EngineConfig, device: torch.device) -> int:
+    """Of the key, or the device's default, but not more than a step's token budget: decoding takes a token each."""
+    most = engine.max_num_seqs or (GPU_NUM_SEQS if device.type == "cuda" else CPU_NUM_SEQS)
+    return min(most, engine.max_batched_tokens)
+
+
+def step_limits(config: Config, max_model_len: int, device: torch.device) -> StepLimits:
+    """Of the largest steps of an engine on `device`."""
+    engine = config.engine
+    return StepLimits(
+        max_batched_tokens=engine.max_batched_tokens,
+        max_num_seqs=max_num_seqs(engine, device),
+        max_model_len=max_model_len,
+        block_size=config.cache.block_size,
+        mla_tokens=engine.mla_workspace_tokens,
+    )
 
 
 class LoadProgress:

@@ -17,6 +17,7 @@ from moe.engine.measure import decode_step, measure_memory, prefill_step
 from moe.engine.memory_plan import GIB, DeviceMemory, MemoryPlan, plan_memory
 from moe.engine.parts import kv_layout, resolve_device, resolve_dtype, resolve_max_model_len
 from moe.engine.sampler import Sampler
+from moe.engine.workspace import StepLimits
 from moe.model.config import GQAConfig, RopeConfig
 from tests.test_engine.fake_network import FakeNetwork, fake_config, make_parts
 
@@ -96,7 +97,7 @@ def test_what_does_not_fit_is_refused(memory: DeviceMemory, changed: dict[str, A
 def test_the_measured_steps_are_the_largest() -> None:
     """100 tokens with at most 48 a sequence: 48, 48 and 4; positions stay below it, nothing is written."""
     cpu = torch.device("cpu")
-    step = prefill_step(100, 8, 48, 16, cpu)
+    step = prefill_step(StepLimits(100, 8, 48, 16, mla_tokens=64), cpu, latent=False)
     assert step.prefill is not None and step.prefill.query_lens_host == (48, 48, 4)
     assert step.prefill.query_starts_B1.tolist() == [0, 48, 96, 100]
     assert step.positions_T.max() == 47 and step.token_ids_T.shape == (100,) and (step.slot_mapping_T == -1).all()
@@ -106,10 +107,26 @@ def test_the_measured_steps_are_the_largest() -> None:
     assert decode.decode.kv_lens_B.tolist() == [48] * 8 and decode.positions_T.tolist() == [47] * 8
 
 
+def test_prompts_of_mla_expand_as_many_keys_as_they_may() -> None:
+    """Room for 64 keys, 64 of one prompt at a time at most: one prompt with twice as many. Of short ones several."""
+    cpu = torch.device("cpu")
+    step = prefill_step(StepLimits(100, 8, 4096, 16, mla_tokens=64), cpu, latent=True)
+    assert step.prefill is not None and step.prefill.query_lens_host == (100,)
+    assert step.prefill.kv_lens_host == (128,) and step.prefill.query_offsets_B.tolist() == [28]
+    assert step.positions_T.tolist() == list(range(28, 128))
+    step = prefill_step(StepLimits(100, 8, 24, 16, mla_tokens=256), cpu, latent=True)
+    assert step.prefill is not None and step.prefill.query_lens_host == (13, 13, 13, 13, 12, 12, 12, 12)
+    assert step.prefill.kv_lens_host == (24,) * 8  # of two pages each: 256 rows
+    assert step.prefill.block_tables_BM.shape == (8, 2) and step.positions_T.max() == 23
+
+
 def test_weights_are_counted_from_the_targets() -> None:
-    sizes = {"max_batched_tokens": 32, "max_num_seqs": 4, "max_model_len": 64}
-    measured = measure_memory(FakeNetwork(), Sampler(8), LAYOUT, torch.device("cpu"), cuda_graphs=True, **sizes)
+    limits = StepLimits(32, 4, 64, 16, mla_tokens=64)
+    cpu = torch.device("cpu")
+    measured = measure_memory(FakeNetwork(), Sampler(8), LAYOUT, cpu, limits=limits, cuda_graphs=True)
     assert measured == DeviceMemory("cpu", None, 16, 0)
+    held = measure_memory(FakeNetwork(), Sampler(8), LAYOUT, cpu, limits=limits, cuda_graphs=True, held_experts=5)
+    assert held.weights == 21  # experts on the device whose parameters are in host memory
 
 
 def test_the_length_limit_of_a_checkpoint() -> None:
