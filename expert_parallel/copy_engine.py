@@ -7,8 +7,8 @@ are asked for. A ticket is a mark in one of two orders, that of the copies or th
     products                                     compute_waits(landed)  product  used() -> used
 
 Who overwrites a buffer lets the copies wait for its last reader's ticket; who reads one lets the products wait for its
-copy's. The host waits for neither. `ImmediateEngine` copies at once; tests have one whose copies are late and whose
-buffers hold NaN until then.
+copy's. The host need not wait for either. `ImmediateEngine` copies at once; tests have one whose copies are late and
+whose buffers hold NaN until then.
 """
 
 from __future__ import annotations
@@ -75,6 +75,10 @@ class CopyEngine(Protocol):
         """Whether a copy is over. Waits for nobody."""
         ...
 
+    def host_waits(self, landed: Any) -> None:
+        """Until this copy is over."""
+        ...
+
     def drain(self) -> None:
         """The host waits until every copy asked for has landed."""
         ...
@@ -116,6 +120,9 @@ class ImmediateEngine(CopyEngine):
 
     def landed(self, ticket: None) -> bool:
         return True
+
+    def host_waits(self, landed: None) -> None:
+        """It has landed."""
 
     def drain(self) -> None:
         """Nothing is on its way."""
@@ -202,6 +209,9 @@ class CudaEngine(CopyEngine):
 
     def landed(self, ticket: CudaCopy) -> bool:
         return ticket.end.query()
+
+    def host_waits(self, landed: CudaCopy) -> None:
+        landed.end.synchronize()
 
     def drain(self) -> None:
         self.stream.synchronize()

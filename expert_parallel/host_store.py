@@ -91,7 +91,7 @@ def _not_pinned(num_bytes: int, code: int) -> str:
     return (
         f"{num_bytes} bytes of host memory for experts could not be pinned (CUDA error {code}); {_available()} are "
         f"available, the limit of locked memory (ulimit -l) is {limit_text}. Free host memory, raise the limit, or "
-        "keep less there: offload.tier=disk with a smaller offload.host_gb, or more ranks on other hosts."
+        "keep less there: offload.tier=disk with a smaller offload.host_gb, or ranks on more hosts."
     )
 
 

@@ -91,6 +91,10 @@ class SimulatedEngine(CopyEngine):
         self._operation()
         return ticket.has_landed
 
+    def host_waits(self, landed: SimulatedCopy) -> None:
+        self._operation()
+        self._land_until(landed)
+
     def drain(self) -> None:
         if self._pending:
             self._land_until(self._pending[-1])

@@ -101,24 +101,27 @@ class Checkpoint:
     def load_into(
         self,
         targets: Mapping[str, Tensor],
-        experts: SlotExperts,
+        experts: SlotExperts | None,
         progress: Progress | None = None,
         device: torch.device | None = None,
     ) -> LoadReport:
         """Fills every target once. `experts[s]` is the logical expert of slot s; None: an empty slot, left alone.
-        fp8 weights are computed on `device`; left out, on their target's.
+        `experts` None: there are no targets for experts, which stay in the files. fp8 weights are computed on `device`;
+        left out, on their target's.
 
         Targets have the names and shapes of `parameter_shapes` for so many slots, on any device, in the dtypes that it
         fixes and else in any floating one. Files are read side by side. Logged: bfloat16 weights in float16, a tied
         head that differs.
         """
         begin = time.perf_counter()
-        places = Places(experts)
-        self._check_targets(targets, places.num_slots)
+        places = Places(experts or ())
+        self._check_targets(targets, places.num_slots, with_experts=experts is not None)
         self._warn_of_float16(targets)
         count = FillCount(targets, places.filled)
         by_file: dict[Path, list[WeightRule]] = {}
         for rule in self.rules:
+            if experts is None and is_expert_parameter(rule.target):
+                continue
             if rule.expert is None or rule.expert in places.slots_of(rule.target):
                 by_file.setdefault(self.files.tensors[rule.source].file, []).append(rule)
         meter = _Meter(self._bytes_to_read(by_file, places), progress)
@@ -126,11 +129,11 @@ class Checkpoint:
 
         def load_file(file: Path) -> None:
             try:
-                with _Readers(self.files) as readers:
+                with Readers(self.files) as readers:
                     for rule in sorted(by_file[file], key=lambda rule: self.files.tensors[rule.source].entry.begin):
                         if stop.is_set():
                             return
-                        meter.add(self._load_rule(rule, readers, targets, places, count, device))
+                        meter.add(self.load_rule(rule, readers, targets, places, count, device))
             except BaseException as error:
                 stop.set()
                 if isinstance(error, Exception) and not isinstance(error, ValueError):  # which names its file itself
@@ -148,10 +151,10 @@ class Checkpoint:
         self._warn_of_other_head()
         return LoadReport(meter.done, time.perf_counter() - begin, self.files.ignored)
 
-    def _load_rule(
+    def load_rule(
         self,
         rule: WeightRule,
-        readers: _Readers,
+        readers: Readers,
         targets: Mapping[str, Tensor],
         places: Places,
         count: FillCount,
@@ -209,7 +212,7 @@ class Checkpoint:
             count.add(scale_name(rule.target), slot, first, first + parts)
 
     def _read(
-        self, rule: WeightRule, readers: _Readers, index: int | None, device: torch.device
+        self, rule: WeightRule, readers: Readers, index: int | None, device: torch.device
     ) -> tuple[Tensor, Tensor | None, int]:
         """(the tensor or its `index`-th expert, its scales on the device if it is fp8, bytes read)."""
         value = readers.read(rule.source, index)
@@ -229,8 +232,9 @@ class Checkpoint:
             total += num_bytes // rule.shape[0] * num_parts
         return total
 
-    def _check_targets(self, targets: Mapping[str, Tensor], num_slots: int) -> None:
-        expected = {name: spec.shape for name, spec in parameter_shapes(self.config, num_slots).items()}
+    def _check_targets(self, targets: Mapping[str, Tensor], num_slots: int, *, with_experts: bool) -> None:
+        shapes = parameter_shapes(self.config, num_slots)
+        expected = {n: spec.shape for n, spec in shapes.items() if with_experts or not is_expert_parameter(n)}
         given = {name: tuple(tensor.shape) for name, tensor in targets.items()}
         wrong = sorted(name for name in expected.keys() | given.keys() if expected.get(name) != given.get(name))
         assert not wrong, f"targets do not have the names and shapes of parameter_shapes: {listed(wrong)}"
@@ -248,7 +252,7 @@ class Checkpoint:
     def _warn_of_other_head(self) -> None:
         if not self.config.tie_embeddings or "lm_head.weight" not in self.files.tensors:
             return
-        with _Readers(self.files) as readers:
+        with Readers(self.files) as readers:
             same = torch.equal(readers.read("lm_head.weight"), readers.read("model.embed_tokens.weight"))
         if not same:
             logger.warning(
@@ -258,15 +262,15 @@ class Checkpoint:
             )
 
 
-class _Readers:
-    """The safetensors files one thread has open; scales may sit in another file than their weight."""
+class Readers:
+    """The safetensors files that one thread has open; scales may sit in another file than their weight."""
 
     def __init__(self, files: WeightFiles) -> None:
         self._files = files
         self._stack = ExitStack()
         self._handles: dict[Path, Any] = {}
 
-    def __enter__(self) -> _Readers:
+    def __enter__(self) -> Readers:
         return self
 
     def __exit__(self, *_: object) -> None:

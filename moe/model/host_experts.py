@@ -7,15 +7,19 @@ a slot for it, and an expert that moves to another slot or rank leaves its bytes
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from expert_parallel.copy_engine import CopyEngine
+from expert_parallel.disk_source import DiskSource, Read
 from expert_parallel.group import ExpertGroup
-from expert_parallel.host_store import Shapes, SharedFiles, arena_bytes, make_arenas, node_key
+from expert_parallel.host_store import Arena, Shapes, SharedFiles, arena_bytes, make_arenas, node_key
 from expert_parallel.layout import ExpertLayout
+from expert_parallel.offload_plan import OffloadPlan
 from expert_parallel.slot_buffer import ExpertSource, HostSource
 from moe.model.config import ModelConfig
 from moe.model.parameter_shapes import bundle_names, parameter_shapes
@@ -25,11 +29,11 @@ from moe.model.slot_experts import SlotExperts
 @dataclass(frozen=True)
 class HostExperts:
     """The store of one rank. `tensors`: by parameter name, [rows, ...]. `filled_here[layer][row]`: the logical expert
-    that this rank loads into a row, None where another one does. `by_table`: rows are logical experts, of all ranks, so
-    an expert that moves changes tables alone."""
+    that this rank loads into a row, None where another one does; None: bundles stay in their files. `by_table`: any
+    rank finds any expert, so one that moves changes tables alone."""
 
     tensors: Mapping[str, Tensor]
-    filled_here: SlotExperts
+    filled_here: SlotExperts | None
     source: ExpertSource
     num_bytes: int  # of this rank: an equal part of what is shared
     by_table: bool
@@ -59,6 +63,32 @@ def make_host_experts(
         num_bytes=sum(sizes) // (group.size if shared and group is not None else 1),
         by_table=shared,
     )
+
+
+def make_file_experts(
+    plan: OffloadPlan,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    layout: ExpertLayout,
+    read: Read,
+    engine: CopyEngine,
+    *,
+    pinned: bool,
+) -> HostExperts:
+    """One arena of as many bundles as `plan.host_bytes` holds; ValueError where that is too few to pass chunks."""
+    layer = config.layers_with_experts[0]
+    shapes = layer_shapes(config, layer, 1, dtype).values()
+    bundle_bytes = sum(math.prod(shape) * each.itemsize for shape, each in shapes)
+    least = 2 * plan.staging_slots + 1
+    num_rows = plan.host_bytes // bundle_bytes
+    if num_rows < least:
+        raise ValueError(
+            f"offload.host_gb leaves this rank {plan.host_bytes} bytes, which hold {num_rows} experts of "
+            f"{bundle_bytes} bytes; at least {least} must fit, two chunks of {plan.staging_slots} and one: raise it."
+        )
+    arena = Arena(layer_shapes(config, layer, num_rows, dtype), pinned=pinned)
+    source = DiskSource(list(arena.tensors.values()), layout.experts, read, engine)
+    return HostExperts({}, None, source, arena.num_bytes, by_table=True)
 
 
 def layer_shapes(config: ModelConfig, layer: int, num_rows: int, dtype: torch.dtype) -> Shapes:

@@ -25,6 +25,7 @@ from moe.model.causal_lm import CausalLM
 from moe.model.checkpoint import Checkpoint, Progress
 from moe.model.config import ModelConfig
 from moe.model.dummy import fill_dummy
+from moe.model.expert_files import ExpertFiles
 from moe.model.families.registry import read_config
 from moe.model.linear import forbid_split_k
 from moe.model.offload_setup import MakeEngine, make_offload
@@ -70,15 +71,7 @@ def load_model(
     On a GPU this forbids split-K in the vendor library, for the whole process. Raises ValueError for a
     config.json or a checkpoint that does not fit; nothing is allocated by then.
     """
-    if load_format not in LOAD_FORMATS:
-        raise ValueError(f"load_format={load_format!r} is not known; use one of {', '.join(LOAD_FORMATS)}.")
-    if quantization not in QUANTIZATIONS:
-        raise ValueError(f"quantization={quantization!r} is not known; use one of {', '.join(QUANTIZATIONS)}.")
-    config = read_config(folder)
-    checkpoint = None if load_format == "dummy" else Checkpoint.open(folder, config)
-    stored = config.fp8_block is not None if checkpoint is None else checkpoint.stores_fp8_experts
-    config = replace(config, fp8_experts=_holds_fp8_experts(quantization, stored, config, device))
-    checkpoint = checkpoint and replace(checkpoint, config=config)
+    config, checkpoint = open_model(folder, load_format, quantization, device)
     if device.type == "cuda":
         forbid_split_k()
     if spread is None:
@@ -87,7 +80,8 @@ def load_model(
     else:
         layout, group = _layout(spread, config, device), spread.group
         overlap = choose_overlap(spread.parallel, spread.group.size, device)
-    made = offload and make_offload(offload, config, dtype, device, layout, group, engine=copies)
+    files = None if offload is None or checkpoint is None else ExpertFiles(checkpoint, device)
+    made = offload and make_offload(offload, config, dtype, device, layout, group, engine=copies, files=files)
     model = CausalLM(
         config,
         dtype=dtype,
@@ -106,6 +100,22 @@ def load_model(
         logger.info("read %.1f MB of weights in %.1f s", report.num_bytes / 1e6, report.seconds)
     model.finalize()
     return model
+
+
+def open_model(
+    folder: Path, load_format: str, quantization: str, device: torch.device
+) -> tuple[ModelConfig, Checkpoint | None]:
+    """What the network will be, and the checkpoint whose headers fit it; None: its weights are made up. Reads headers
+    alone, and says in which precision experts are held on this device. ValueError for what does not fit."""
+    if load_format not in LOAD_FORMATS:
+        raise ValueError(f"load_format={load_format!r} is not known; use one of {', '.join(LOAD_FORMATS)}.")
+    if quantization not in QUANTIZATIONS:
+        raise ValueError(f"quantization={quantization!r} is not known; use one of {', '.join(QUANTIZATIONS)}.")
+    config = read_config(folder)
+    checkpoint = None if load_format == "dummy" else Checkpoint.open(folder, config)
+    stored = config.fp8_block is not None if checkpoint is None else checkpoint.stores_fp8_experts
+    config = replace(config, fp8_experts=_holds_fp8_experts(quantization, stored, config, device))
+    return config, checkpoint and replace(checkpoint, config=config)
 
 
 def model_shape(config: ModelConfig) -> ModelShape:

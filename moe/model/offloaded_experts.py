@@ -89,9 +89,10 @@ class Offload:
 
     def fill(self) -> None:
         """Once the source is: the first slots of each layer are held to begin with."""
+        first, at_a_time = range(self.plan.held_slots), self.plan.staging_slots
         for held in self.held.values():
-            first = list(range(self.plan.held_slots))
-            held.fetch(first, first)
+            for at in range(0, len(first), at_a_time):
+                held.fetch(first[at : at + at_a_time], first[at : at + at_a_time])
         self.engine.drain()
         self.engine.reset()
 

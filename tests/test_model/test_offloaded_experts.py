@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from expert_parallel.copy_engine import CopyEngine, make_engine
+from expert_parallel.disk_source import DiskSource
 from expert_parallel.offload_plan import OffloadPlan
 from moe.model.causal_lm import CausalLM
 from moe.model.load_model import load_model
@@ -108,6 +109,36 @@ def test_every_size_of_buffers(tmp_path: Path, held: int, staging: int) -> None:
     expected = all_logits(load(tmp_path))
     for regime in REGIMES:
         assert_all_same(all_logits(load(tmp_path, plan_of(regime, held, staging), simulated())), expected)
+
+
+@pytest.mark.parametrize(
+    ("variant", "options", "quantization"),
+    [
+        ("deepseek_v3", {"shards": 3}, "none"),
+        ("mixtral", {"layout": "stacked"}, "none"),
+        ("qwen3_moe", {"hidden_size": 192, "moe_intermediate_size": 128}, "fp8"),  # made of other numbers
+        ("qwen3_moe", {"hidden_size": 192, "moe_intermediate_size": 128, "fp8": True}, "auto"),  # stored so
+        ("qwen3_moe", {"hidden_size": 192, "moe_intermediate_size": 128, "fp8": True}, "none"),  # and not held so
+    ],
+)
+def test_experts_that_stay_on_disk(tmp_path: Path, variant: str, options: dict[str, Any], quantization: str) -> None:
+    """Room for seven bundles of the whole network in host memory: nearly all are read again and again."""
+    write_variant(tmp_path, variant, **options)
+    resident = load(tmp_path, quantization=quantization)
+    expected = all_logits(resident)
+    layer = resident.config.layers_with_experts[0]
+    whole = [t for name, t in resident.targets().items() if name.startswith(f"layers.{layer}.moe.experts.")]
+    bundle_bytes = sum(tensor[0].nbytes for tensor in whole)
+    for regime in REGIMES:
+        plan = replace(plan_of(regime, held=3, staging=2), tier="disk", host_bytes=7 * bundle_bytes)
+        model = load(tmp_path, plan, simulated(), quantization=quantization)
+        assert not any(".experts." in name for name in model.targets())
+        assert_all_same(all_logits(model), expected)
+        assert model.offload is not None and model.offload.host_bytes < 7 * bundle_bytes + 8192
+        source = model.offload.host.source
+        assert isinstance(source, DiskSource) and source.reads > 30
+    with pytest.raises(ValueError, match=r"offload\.host_gb leaves this rank \d+ bytes, which hold 4 experts of"):
+        load(tmp_path, replace(plan, host_bytes=5 * bundle_bytes - 1), quantization=quantization)
 
 
 class WrongFollowing(Following):
