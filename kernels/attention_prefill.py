@@ -48,6 +48,7 @@ def attention_prefill(
     max_kv_len: int,
     kv_starts_B: Tensor | None = None,
     scales: KVScales | Int4Scales | None = None,
+    k_rest_NPR: Tensor | None = None,
     return_lse: Literal[False] = False,
 ) -> Tensor: ...
 
@@ -68,6 +69,7 @@ def attention_prefill(
     max_kv_len: int,
     kv_starts_B: Tensor | None = None,
     scales: KVScales | Int4Scales | None = None,
+    k_rest_NPR: Tensor | None = None,
     return_lse: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...
 
@@ -87,13 +89,15 @@ def attention_prefill(
     max_kv_len: int,
     kv_starts_B: Tensor | None = None,
     scales: KVScales | Int4Scales | None = None,
+    k_rest_NPR: Tensor | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """out_THV in q's dtype, or with return_lse (out_THV fp32, lse_TH fp32). `attention_prefill_reference` defines it.
 
     Rows query_starts[b] : query_starts[b + 1] of q are the chunk of sequence b; kv_lens[b] keys are reachable through
     its row of the table (entries past them are never used). Index tensors int32; kv_starts None: all start at 0;
-    window 0: no window; scales: of caches in e4m3 or int4. A query that sees no key gives out 0, lse -inf.
+    window 0: no window; scales: of caches in e4m3 or int4; k_rest_NPR: the last columns of every head's key, of which
+    the cache holds the others. A query that sees no key gives out 0, lse -inf.
     max_query_len and max_kv_len bound the work and do not change a bit of the result.
     """
     out_THV, lse_TH = (attention_prefill_triton if uses_triton(q_THC) else attention_prefill_reference)(
@@ -110,6 +114,7 @@ def attention_prefill(
         max_kv_len=max_kv_len,
         kv_starts_B=kv_starts_B,
         scales=scales,
+        k_rest_NPR=k_rest_NPR,
         out_dtype=torch.float32 if return_lse else q_THC.dtype,
     )
     return (out_THV, lse_TH) if return_lse else out_THV
@@ -125,8 +130,13 @@ def _check_operands(
     kv_lens_B: Tensor,
     kv_starts_B: Tensor,
     scales: KVScales | Int4Scales | None,
+    k_rest_NPR: Tensor | None = None,
 ) -> None:
     num_heads, width = q_THC.shape[1:]
+    if k_rest_NPR is not None:
+        assert_shape("k_rest_NPR", k_rest_NPR, (*k_cache_NPGC.shape[:2], None))
+        assert k_rest_NPR.dtype == k_cache_NPGC.dtype, f"one key in {k_cache_NPGC.dtype} and {k_rest_NPR.dtype}"
+        width -= k_rest_NPR.shape[2]
     num_blocks, page_size, num_kv_heads, _ = k_cache_NPGC.shape
     num_sequences = block_tables_BM.shape[0]
     assert num_heads % num_kv_heads == 0, f"{num_heads} query heads cannot share {num_kv_heads} kv heads"
@@ -155,6 +165,12 @@ def _check_operands(
     )
 
 
+def whole_keys(k_cache_NPGC: Tensor, k_rest_NPR: Tensor) -> Tensor:
+    """The cache of keys whose last columns lie apart, as one."""
+    rest_NPGR = k_rest_NPR.unsqueeze(2).expand(-1, -1, k_cache_NPGC.shape[2], -1)
+    return torch.cat([k_cache_NPGC, rest_NPGR], dim=3)
+
+
 def attention_prefill_triton(
     q_THC: Tensor,
     k_cache_NPGC: Tensor,
@@ -170,12 +186,17 @@ def attention_prefill_triton(
     max_kv_len: int,
     kv_starts_B: Tensor | None = None,
     scales: KVScales | Int4Scales | None = None,
+    k_rest_NPR: Tensor | None = None,
     out_dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Tensor]:
-    """`attention_prefill` as one launch: (out_THV in `out_dtype`, lse_TH fp32)."""
+    """`attention_prefill` as one launch: (out_THV in `out_dtype`, lse_TH fp32). Only the Hopper kernel reads a key's
+    columns from two places; for the others they are put together first."""
+    hopper = scales is None and runs_on_hopper(q_THC, k_cache_NPGC, v_cache_NPGV, k_rest_NPR)
+    if k_rest_NPR is not None and not hopper:
+        k_cache_NPGC, k_rest_NPR = whole_keys(k_cache_NPGC, k_rest_NPR), None
     key_starts_B = kv_lens_B if kv_starts_B is None else kv_starts_B
     indices = (block_tables_BM, query_starts_B1, query_offsets_B, kv_lens_B, key_starts_B)
-    _check_operands(q_THC, k_cache_NPGC, v_cache_NPGV, *indices, scales)
+    _check_operands(q_THC, k_cache_NPGC, v_cache_NPGV, *indices, scales, k_rest_NPR)
     num_tokens, num_heads, width = q_THC.shape
     int4 = isinstance(scales, Int4Scales)
     value_width = width if int4 else v_cache_NPGV.shape[3]
@@ -188,8 +209,8 @@ def attention_prefill_triton(
     bounds = {"scale": scale, "window": window, "max_query_len": max_query_len}
     if int4:
         attention_prefill_int4(*operands, scales, **bounds)
-    elif scales is None and runs_on_hopper(q_THC, *caches):
-        attention_prefill_hopper(*operands, **bounds)
+    elif hopper:
+        attention_prefill_hopper(*operands, k_rest_NPR, **bounds)
     else:
         attention_prefill_tiles(*operands, scales, **bounds)
     return out_THV, lse_TH
@@ -210,6 +231,7 @@ def attention_prefill_reference(
     max_kv_len: int,
     kv_starts_B: Tensor | None = None,
     scales: KVScales | Int4Scales | None = None,
+    k_rest_NPR: Tensor | None = None,
     out_dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Tensor]:
     """(out_THV in `out_dtype`, lse_TH fp32): the definition, and the CPU's product path.
@@ -217,6 +239,8 @@ def attention_prefill_reference(
     An item is a block of 32 query positions of one sequence, aligned to position 0, rows outside the chunk empty; tiles
     of keys stand at fixed positions too, so that a row's bits do not depend on how the prompt was cut.
     """
+    if k_rest_NPR is not None:
+        k_cache_NPGC = whole_keys(k_cache_NPGC, k_rest_NPR)
     key_starts_B = torch.zeros_like(kv_lens_B) if kv_starts_B is None else kv_starts_B
     indices = (block_tables_BM, query_starts_B1, query_offsets_B, kv_lens_B, key_starts_B)
     _check_operands(q_THC, k_cache_NPGC, v_cache_NPGV, *indices, scales)

@@ -29,13 +29,18 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from kernels.checks import cdiv
 from kernels.dependent_launch import dependent_launch
 from kernels.prefill_pieces import copy_keys_and_values, fetch_queries, prefill_piece, zero_values
-from kernels.tiles import device_generation
+from kernels.tiles import device_generation, num_multiprocessors
 
 _TILE = 128  # rows of a program: 64 for each of the two groups of warps
 
 
-def runs_on_hopper(q_THC: Tensor, k_cache_NPGC: Tensor, v_cache_NPGV: Tensor) -> bool:
+def runs_on_hopper(q_THC: Tensor, k_cache_NPGC: Tensor, v_cache_NPGV: Tensor, k_rest_NPR: Tensor | None = None) -> bool:
     """Whether this kernel takes this model's operands on this GPU: never a matter of the batch."""
+    caches = (k_cache_NPGC, v_cache_NPGV)
+    if k_rest_NPR is not None:
+        if k_rest_NPR.shape[2] % 64:
+            return False
+        caches += (k_rest_NPR.unsqueeze(2),)
     page_size, _, value_width = v_cache_NPGV.shape[1:]
     return (
         device_generation(q_THC) == 9
@@ -45,7 +50,7 @@ def runs_on_hopper(q_THC: Tensor, k_cache_NPGC: Tensor, v_cache_NPGV: Tensor) ->
         and page_size >= 8
         and page_size & (page_size - 1) == 0
         and all(stride % 16 == 0 for stride in q_THC.stride()[:2])  # copied 16 bytes at a time
-        and all(_has_rows(cache) for cache in (k_cache_NPGC, v_cache_NPGV))
+        and all(map(_has_rows, caches))
     )
 
 
@@ -58,7 +63,8 @@ def _has_rows(cache_NPGC: Tensor) -> bool:
 
 # out[i] = sum_j 2^(s[i, j] - max) v[j] / sum_j 2^(s[i, j] - max), s = scale * log2(e) * q . k, tiles of keys in order
 #   q_ptr [T, H, C], last stride 1; k_desc, v_desc: the caches as rows of all heads, boxes of min(PAGE, BLOCK_N) x 64,
-#   k_ratio, v_ratio rows from block to block; int32: tables_ptr [B, M], query_starts_ptr [B + 1], query_offsets_ptr,
+#   k_ratio, v_ratio rows from block to block; rest_desc, rest_ratio: likewise the last REST * 64 columns of keys, the
+#   same for every head, if REST > 0; int32: tables_ptr [B, M], query_starts_ptr [B + 1], query_offsets_ptr,
 #   kv_lens_ptr, kv_starts_ptr (or None; multiples of the box) [B]; out_ptr [T, H, V], lse_ptr fp32 [T, H] contiguous
 #   grid: one program a multiprocessor at most; program i takes the pieces i, i + grid, ... of tiles x (H / PACK) x B, a
 #   piece being 128 / PACK queries of PACK heads that share a kv head, those that see the most keys first.
@@ -198,6 +204,7 @@ def _prefill_kernel(
     q_ptr,
     k_desc,
     v_desc,
+    rest_desc,
     tables_ptr,
     query_starts_ptr,
     query_offsets_ptr,
@@ -213,6 +220,7 @@ def _prefill_kernel(
     stride_qh,
     k_ratio,
     v_ratio,
+    rest_ratio,
     stride_kg,
     stride_vg,
     stride_tb,
@@ -222,6 +230,7 @@ def _prefill_kernel(
     WIDTH: gl.constexpr,
     VALUE_WIDTH: gl.constexpr,
     WINDOW: gl.constexpr,
+    REST: gl.constexpr,
     BLOCK_N: gl.constexpr,
     BUFFERS: gl.constexpr,
     PDL: gl.constexpr,
@@ -261,9 +270,10 @@ def _prefill_kernel(
                 values, value_chunks, full_keys, full_values, empty_keys, empty_values, 1, PACK, WINDOW, WIDTH, BUFFERS,
             )),
             (copy_keys_and_values, (
-                k_desc, v_desc, tables_ptr, query_starts_ptr, query_offsets_ptr, kv_lens_ptr, kv_starts_ptr, num_pieces,
-                num_sequences, head_tiles, k_ratio, v_ratio, stride_kg, stride_vg, stride_tb, key_chunks, value_chunks,
-                full_keys, full_values, empty_keys, empty_values, GROUP, PACK, PAGE, WINDOW,
+                k_desc, v_desc, rest_desc, tables_ptr, query_starts_ptr, query_offsets_ptr, kv_lens_ptr, kv_starts_ptr,
+                num_pieces, num_sequences, head_tiles, k_ratio, v_ratio, rest_ratio, stride_kg, stride_vg, stride_tb,
+                key_chunks, value_chunks, full_keys, full_values, empty_keys, empty_values, GROUP, PACK, PAGE, WINDOW,
+                REST,
             )),
         ],
         [4, 1],
@@ -293,6 +303,7 @@ def attention_prefill_hopper(
     kv_starts_B: Tensor | None,
     out_THV: Tensor,
     lse_TH: Tensor,
+    k_rest_NPR: Tensor | None = None,
     *,
     scale: float,
     window: int,
@@ -307,12 +318,15 @@ def attention_prefill_hopper(
     block_n = 128
     k_desc, k_ratio = _rows(k_cache_NPGC, min(page_size, block_n))
     v_desc, v_ratio = _rows(v_cache_NPGV, min(page_size, block_n))
+    rest_desc, rest_ratio = v_desc, v_ratio
+    if k_rest_NPR is not None:
+        rest_desc, rest_ratio = _rows(k_rest_NPR.unsqueeze(2), min(page_size, block_n))
     num_pieces = cdiv(max_query_len * pack, _TILE) * (num_heads // pack) * num_sequences
-    programs = torch.cuda.get_device_properties(q_THC.device).multi_processor_count
-    _prefill_kernel[(min(num_pieces, programs),)](
+    _prefill_kernel[(min(num_pieces, num_multiprocessors(q_THC.device)),)](
         q_THC,
         k_desc,
         v_desc,
+        rest_desc,
         block_tables_BM,
         query_starts_B1,
         query_offsets_B,
@@ -327,6 +341,7 @@ def attention_prefill_hopper(
         *q_THC.stride()[:2],
         k_ratio,
         v_ratio,
+        rest_ratio,
         k_cache_NPGC.stride(2),
         v_cache_NPGV.stride(2),
         block_tables_BM.stride(0),
@@ -336,6 +351,7 @@ def attention_prefill_hopper(
         WIDTH=width,
         VALUE_WIDTH=value_width,
         WINDOW=window,
+        REST=0 if k_rest_NPR is None else k_rest_NPR.shape[2] // 64,
         BLOCK_N=block_n,
         BUFFERS=2 if width <= 128 else 1,  # of queries, as shared memory allows
         num_warps=4,

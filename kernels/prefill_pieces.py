@@ -51,24 +51,44 @@ def prefill_piece(
 
 @gluon.jit
 def _copy_tile(
-    desc, table_ptr, chunks, bar, stage, start, kv_start, first_page, last_page, ratio, column, PAGE: gl.constexpr
+    desc,
+    rest_desc,
+    table_ptr,
+    chunks,
+    bar,
+    stage,
+    start,
+    kv_start,
+    first_page,
+    last_page,
+    ratio,
+    rest_ratio,
+    column,
+    PAGE: gl.constexpr,
+    REST: gl.constexpr,
 ):
+    """One tile of a kv head; its last REST chunks come from a tensor of their own, which all heads share."""
     BLOCK_N: gl.constexpr = chunks.shape[1]
     ROWS: gl.constexpr = PAGE if PAGE < BLOCK_N else BLOCK_N
     COUNT: gl.constexpr = chunks.shape[0] // 2
     for i in gl.static_range(BLOCK_N // ROWS):
         index = gl.maximum(start + i * ROWS - kv_start, 0)
         page = gl.minimum(gl.maximum(index // PAGE, first_page), last_page)
-        row = gl.load(table_ptr + page) * ratio + index % PAGE
-        for c in gl.static_range(COUNT):
+        block = gl.load(table_ptr + page)
+        row = block * ratio + index % PAGE
+        for c in gl.static_range(COUNT - REST):
             place = chunks.index(stage * COUNT + c).slice(i * ROWS, ROWS, dim=0)
             tma.async_copy_global_to_shared(desc, [row, column + c * 64], bar, place)
+        for c in gl.static_range(REST):
+            place = chunks.index(stage * COUNT + COUNT - REST + c).slice(i * ROWS, ROWS, dim=0)
+            tma.async_copy_global_to_shared(rest_desc, [block * rest_ratio + index % PAGE, c * 64], bar, place)
 
 
 @gluon.jit
 def copy_keys_and_values(
     k_desc,
     v_desc,
+    rest_desc,
     tables_ptr,
     query_starts_ptr,
     query_offsets_ptr,
@@ -79,6 +99,7 @@ def copy_keys_and_values(
     head_tiles,
     k_ratio,
     v_ratio,
+    rest_ratio,
     stride_kg,
     stride_vg,
     stride_tb,
@@ -92,6 +113,7 @@ def copy_keys_and_values(
     PACK: gl.constexpr,
     PAGE: gl.constexpr,
     WINDOW: gl.constexpr,
+    REST: gl.constexpr,
 ):
     BLOCK_N: gl.constexpr = key_chunks.shape[1]
     tiles = 0
@@ -109,15 +131,15 @@ def copy_keys_and_values(
             mbarrier.wait(empty_keys.index(stage), phase)
             mbarrier.expect(bar, key_chunks.shape[0] // 2 * BLOCK_N * 128)
             _copy_tile(
-                k_desc, table_ptr, key_chunks, bar, stage, start, kv_start, first_page, last_page, k_ratio,
-                kv_head * stride_kg, PAGE,
+                k_desc, rest_desc, table_ptr, key_chunks, bar, stage, start, kv_start, first_page, last_page, k_ratio,
+                rest_ratio, kv_head * stride_kg, PAGE, REST,
             )  # fmt: skip
             bar = full_values.index(stage)
             mbarrier.wait(empty_values.index(stage), phase)
             mbarrier.expect(bar, value_chunks.shape[0] // 2 * BLOCK_N * 128)
             _copy_tile(
-                v_desc, table_ptr, value_chunks, bar, stage, start, kv_start, first_page, last_page, v_ratio,
-                kv_head * stride_vg, PAGE,
+                v_desc, v_desc, table_ptr, value_chunks, bar, stage, start, kv_start, first_page, last_page, v_ratio,
+                v_ratio, kv_head * stride_vg, PAGE, 0,
             )  # fmt: skip
             tiles += 1
 

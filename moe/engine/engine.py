@@ -99,6 +99,8 @@ class Engine:
             max_batched_tokens=engine.max_batched_tokens,
             prefill_chunk=engine.prefill_chunk,
             force_preempt_every=engine.force_preempt_every,
+            # A prompt of one rank makes a step without graphs of all.
+            spreads=engine.spread and (parts.ranks is None or parts.ranks.everyone.size == 1),
         )
         self.intake = Intake(parts, self.plan, self.cache)
         self.graphs = None
@@ -263,7 +265,7 @@ class Engine:
         """Schedule a step and start it. None: nothing can be done here before tokens in flight are known, or at all."""
         try:
             self._enter("schedule", list(self._answers))
-            schedule = self.scheduler.schedule()
+            schedule = self.scheduler.schedule(more_to_come=self.expects_more)
             self._enter("agree")
             agreed = self.in_step.agree(
                 schedule,

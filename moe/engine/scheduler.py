@@ -7,7 +7,8 @@ the blocks of all tokens known of a sequence, so only decoding can run out of th
 gives way: it goes back to the front of the queue and gets its cache back later (see sequence.py). A new one is admitted
 only if every running sequence can still grow by one block, so that admission and preemption do not chase each other; a
 sequence alone always fits, or `never_fits` rejected it. With a backlog, prompts wait until several can be admitted in
-one step (`_gathers`). All endings and preemptions give blocks back in `_release`.
+one step (`_gathers`); once all that waits has a place, they are spread over steps (spread.py). All endings and
+preemptions give blocks back in `_release`.
 
 A step is scheduled before the ids of the step in front of it are known, from counts alone. So a sequence may get a row
 too many: the one after a token that ends its text. That row is dropped, and writes only to a block that no other step
@@ -24,6 +25,7 @@ from dataclasses import dataclass, field
 
 from kv_cache.prefix_cache import BlockKey, PrefixCache
 from moe.engine.sequence import Sequence, Status
+from moe.engine.spread import longest_first, spread_tokens
 
 # With a backlog, prompts are admitted once they fill a half of a step's budget or a sixteenth of the places is free. Of
 # the 846 steps of bench workload w1 199 held a prompt without this; with it 50 of 854 do.
@@ -87,7 +89,7 @@ class Schedule:
 
 
 class Scheduler:
-    """Queues of waiting and running sequences over one PrefixCache."""
+    """Queues of waiting and running sequences over one PrefixCache. `spreads`: prompts may be held back (spread.py)."""
 
     def __init__(
         self,
@@ -97,8 +99,10 @@ class Scheduler:
         max_batched_tokens: int,
         prefill_chunk: int | None = None,
         force_preempt_every: int = 0,
+        spreads: bool = False,
     ) -> None:
         self.cache = cache
+        self.spreads = spreads
         self.max_batched_tokens = max_batched_tokens
         # A decoding sequence takes one token of every step's budget, so no more can run than the budget has.
         self.max_num_seqs = min(max_num_seqs, max_batched_tokens)
@@ -110,6 +114,7 @@ class Scheduler:
         self._num_steps = 0
         self._places = list(range(self.max_num_seqs))[::-1]
         self._admitted: dict[Sequence, None] = {}  # since the last step that was launched
+        self._newcomers = False  # since the queue was last ordered
 
     def never_fits(self, num_tokens: int) -> bool:
         """Whether a sequence of so many tokens has no room even alone. Its last token is never written to the cache."""
@@ -117,6 +122,7 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         assert not self.never_fits(sequence.num_prompt + sequence.max_tokens), "a request too large was not rejected"
+        sequence.arrived_at, self._newcomers = self._num_steps, True
         self.waiting.append(sequence)
 
     @property
@@ -127,8 +133,10 @@ class Scheduler:
     def num_unfinished(self) -> int:
         return len(self.waiting) + len(self.running)
 
-    def schedule(self) -> Schedule:
-        """The next step; empty where nothing is left, or nothing can be done before tokens in flight are known."""
+    def schedule(self, *, more_to_come: bool = False) -> Schedule:
+        """The next step; empty where nothing is left, or nothing can be done before tokens in flight are known.
+
+        `more_to_come`: what waits is not all that there is to do."""
         self._num_steps += 1
         if self.force_preempt_every and self._num_steps % self.force_preempt_every == 0:
             self._preempt_for_test()
@@ -142,9 +150,12 @@ class Scheduler:
             if computed < len(sequence.table.ids) * size or self._grow(sequence):
                 schedule.decodes.append(sequence)
         budget = self.max_batched_tokens - len(schedule.decodes)
+        begun = [sequence for sequence in self.running if sequence.in_prefill]
+        if self.spreads and not more_to_come and (begun or self.waiting):
+            budget = self._spread(schedule, begun, budget)
         logit_rows = PROMPT_LOGIT_ROWS
-        for sequence in self.running:
-            if sequence.in_prefill and budget > 0:
+        for sequence in begun:
+            if budget > 0:
                 budget, logit_rows = self._plan_chunk(schedule, sequence, budget, logit_rows)
         if self.num_preemptions == preemptions:  # otherwise who gave way would come straight back
             self._admit(schedule, budget, logit_rows)
@@ -202,6 +213,15 @@ class Scheduler:
         self.cache.check()
         used = self.cache.allocator.num_used
         assert self.has_unfinished or used == 0, f"{used} blocks are used although no request is left"
+
+    def _spread(self, schedule: Schedule, begun: list[Sequence], budget: int) -> int:
+        """What of the budget prompts may take, and the queue in the order that goes with it, where all have a place."""
+        if len(self.waiting) > self.max_num_seqs - len(self.running):
+            return budget
+        if self._newcomers:
+            self.waiting = deque(longest_first(self.waiting))
+            self._newcomers = False
+        return spread_tokens(schedule.decodes, itertools.chain(begun, self.waiting), budget)
 
     def _gathers(self, schedule: Schedule) -> bool:
         """Whether admission waits for more room. A step with a prompt in it costs every decoding sequence more than a

@@ -51,6 +51,7 @@ class Sequence:
     num_cached: int = 0  # prompt tokens found in the prefix cache when first admitted
     outputs_when_admitted: int = 0
     times_admitted: int = 0
+    arrived_at: int = 0  # the scheduler's steps when it was queued
     prompt_chunks: int = 0  # prefill chunks run since it was admitted
     place: int = -1  # where the device keeps its block table and newest token while it runs
     logprobs: list[TokenLogprobs] = field(default_factory=list)

@@ -13,11 +13,11 @@ from expert_parallel.choice import Dispatchers
 from kernels.rmsnorm import Norm, rmsnorm_residual
 from kv_cache.layout import LayerCache
 from moe.model.attention import GQAttention
-from moe.model.config import ModelConfig
+from moe.model.config import MLAConfig, ModelConfig
 from moe.model.experts import DenseMLP
 from moe.model.layer import MoELayer
 from moe.model.linear import Parameters
-from moe.model.mla import MLAttention, MLAWorkspace
+from moe.model.mla import MLAttention
 from moe.model.offloaded_experts import Offload
 from moe.model.step_plan import StepPlan
 
@@ -32,7 +32,6 @@ class Block:
         parameters: Parameters,
         dispatchers: Dispatchers | None,
         cos_sin_PR: Tensor,
-        workspace: MLAWorkspace | None,
         offload: Offload | None = None,
     ) -> None:
         name = f"layers.{index}"
@@ -40,10 +39,10 @@ class Block:
         self.attn_norm = Norm(parameters[f"{name}.attn_norm.weight"], config.norm_eps)
         self.mlp_norm = Norm(parameters[f"{name}.mlp_norm.weight"], config.norm_eps)
         self.attention: GQAttention | MLAttention
-        if workspace is None:
-            self.attention = GQAttention(config, index, parameters, cos_sin_PR)
+        if isinstance(config.attention, MLAConfig):
+            self.attention = MLAttention(config, index, parameters, cos_sin_PR)
         else:
-            self.attention = MLAttention(config, index, parameters, cos_sin_PR, workspace)
+            self.attention = GQAttention(config, index, parameters, cos_sin_PR)
         self.mlp: MoELayer | DenseMLP
         if config.sparse_layers[index]:
             assert dispatchers is not None, f"layer {index} has experts and no dispatchers"

@@ -1,6 +1,6 @@
 """The network: token ids of a step in, fp32 logits of the wanted rows out. Driven by `ModelConfig`; knows no family.
 
-Owns every parameter (`targets()`), the rope table and MLA's workspace; the KV cache belongs to the caller.
+Owns every parameter (`targets()`) and the rope table; the KV cache belongs to the caller.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from moe.model.embedding import Embedding, Head
 from moe.model.half_steps import split_step
 from moe.model.layer import MoELayer
 from moe.model.linear import Parameters
-from moe.model.mla import MLAttention, MLAWorkspace
+from moe.model.mla import MLAttention
 from moe.model.offloaded_experts import Offload
 from moe.model.overlap import NO_OVERLAP, Overlap, SideStream, Stages, run_halves, run_through
 from moe.model.parameter_shapes import is_expert_parameter, parameter_shapes
@@ -72,10 +72,8 @@ class CausalLM:
         self.load: LoadCounter | None = None
         self.products: dict[str, str] = {}
         self.mla_workspace_tokens: int | None = None
-        workspace: MLAWorkspace | None = None
         if isinstance(config.attention, MLAConfig):
             self.mla_workspace_tokens = mla_workspace_tokens
-            workspace = MLAWorkspace(config.attention, mla_workspace_tokens, dtype, device)
         self.cos_sin_PR = rope_table(config.rope, max_model_len, device)
         self.parameters = Parameters(
             {
@@ -90,7 +88,7 @@ class CausalLM:
         self.side = SideStream(device)
         self.embedding = Embedding(self.parameters["embed.weight"])
         self.blocks = [
-            Block(config, index, self.parameters, layout.dispatchers.get(index), self.cos_sin_PR, workspace, offload)
+            Block(config, index, self.parameters, layout.dispatchers.get(index), self.cos_sin_PR, offload)
             for index in range(config.num_layers)
         ]
         if offload is not None:

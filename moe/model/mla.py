@@ -5,11 +5,13 @@ Knows no routing. The same attention twice, in two algebras (they differ in bits
     decode, absorbed:  score = (W_UK^T q_nope) . c + q_pe . k_pe;   out = W_UV (sum of p * c)       reads latents only
     prefill, expanded: k = [W_UK c, k_pe], v = W_UV c;              plain attention over k, v       expands latents
 
-with c the normalised latent of width L and k_pe the rotated key. Prefill expands into a workspace of bounded size,
-round by round (`step_plan.py`), and merges the rounds in order by their log-sum-exp.
+with c the normalised latent of width L and k_pe the rotated key. Prefill expands a bounded number of rows, round by
+round (`step_plan.py`), and merges the rounds in order by their log-sum-exp.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,14 +32,6 @@ from moe.model.step_plan import MLARound, StepPlan
 
 # The latents' norms have this epsilon in every released checkpoint's own code, whatever rms_norm_eps says.
 LATENT_NORM_EPS = 1e-6
-
-
-class MLAWorkspace:
-    """Expanded keys of one round, allocated once and shared by all layers: k_WHC, W rows."""
-
-    def __init__(self, attention: MLAConfig, tokens: int, dtype: torch.dtype, device: torch.device | str) -> None:
-        shape = (tokens, attention.num_heads, attention.qk_head_dim)
-        self.k_WHC = torch.empty(shape, dtype=dtype, device=device)
 
 
 def _join(parameters: Parameters, *names: str) -> Linear:
@@ -64,16 +58,13 @@ class MLAttention:
     In e4m3 two scales for each row go with it, the latent's and the rotary key's, [N, P, 2].
     """
 
-    def __init__(
-        self, config: ModelConfig, index: int, parameters: Parameters, cos_sin_PR: Tensor, workspace: MLAWorkspace
-    ) -> None:
+    def __init__(self, config: ModelConfig, index: int, parameters: Parameters, cos_sin_PR: Tensor) -> None:
         assert isinstance(config.attention, MLAConfig), f"layer {index} is no latent attention"
         name = f"layers.{index}.attn"
         self.dims = config.attention
         self.scale = config.softmax_scale
         self.interleaved = config.rope.interleaved
         self.cos_sin_PR = cos_sin_PR
-        self.workspace = workspace
         self.q_a_norm_A = parameters.get(f"{name}.q_a_norm.weight")
         # What the layer's rows are multiplied with first: queries, or their latents, and the keys' latents.
         self.q_b: Linear | None = None if self.dims.q_lora_rank is None else parameters.linear(f"{name}.q_b")
@@ -106,7 +97,7 @@ class MLAttention:
         if step.decode is not None:
             parts.append(self._decode(q_THC[: step.num_decode], cache, step.decode))
         if step.prefill is not None:
-            parts.append(self._prefill(q_THC[step.num_decode :], cache, plan.mla_rounds).to(x_TD.dtype))
+            parts.append(self._prefill(q_THC[step.num_decode :], cache, plan.mla_rounds))
         out_THV = torch.cat(parts) if len(parts) != 1 else parts[0]
         return self.o(out_THV.view(-1, dims.num_heads * dims.v_head_dim))
 
@@ -131,48 +122,45 @@ class MLAttention:
         return head_linear(o_latent_BHL, self.w_uv_HVL)
 
     def _prefill(self, q_THC: Tensor, cache: LayerCache, rounds: tuple[MLARound, ...]) -> Tensor:
-        """out_THV in fp32. Round 0 covers every row; later rounds cover those whose sequence has keys there."""
+        """out_THV in q's dtype. Round 0 covers every row; later rounds cover those whose sequence has keys there."""
         if len(rounds) == 1:
-            return self._attend(q_THC, cache, rounds[0])[0]
+            return attention_prefill(q_THC, **self._expand(q_THC.dtype, cache, rounds[0]))
         num_rows, num_heads, _ = q_THC.shape
         out_THV = torch.empty(num_rows, num_heads, self.dims.v_head_dim, dtype=torch.float32, device=q_THC.device)
         lse_TH = torch.empty(num_rows, num_heads, dtype=torch.float32, device=q_THC.device)
         for part in rounds:
             rows = slice(part.row_start, part.row_stop)
-            result = self._attend(q_THC[rows], cache, part)
+            result = attention_prefill(q_THC[rows], **self._expand(q_THC.dtype, cache, part), return_lse=True)
             if part.index > 0:
                 result = merge_attention(out_THV[rows], lse_TH[rows], *result)
             out_THV[rows], lse_TH[rows] = result
-        return out_THV
+        return out_THV.to(q_THC.dtype)
 
-    def _attend(self, q_THC: Tensor, cache: LayerCache, part: MLARound) -> tuple[Tensor, Tensor]:
-        """(out_THV, lse_TH) of these rows over the keys of one round, expanded into the workspace."""
-        dims, page_size = self.dims, cache.values.shape[1]
-        nope, latent = dims.qk_nope_head_dim, dims.kv_lora_rank
-        rows_RX = gather_paged(
+    def _expand(self, dtype: torch.dtype, cache: LayerCache, part: MLARound) -> dict[str, Any]:
+        """What attention takes beside the queries: the keys and values of one round, expanded, as a cache of pages of
+        the same size. No head has a rotary key of its own, so that part of the keys stays as it was gathered."""
+        dims, pages = self.dims, (-1, cache.values.shape[1])
+        latent_RL, k_pe_RR = gather_paged(
             cache.values,
             part.block_tables_BM,
             part.kv_starts_B,
             part.row_starts_B1,
             num_rows=part.num_rows,
-            scaling=None if cache.scales is None else LatentScaling(cache.scales, latent, q_THC.dtype),
+            latent=dims.kv_lora_rank,
+            scaling=None if cache.scales is None else LatentScaling(cache.scales, dtype),
         )
-        kv_RHN = self.kv_b(rows_RX[:, :latent].contiguous()).view(-1, dims.num_heads, nope + dims.v_head_dim)
-        k_RHC = self.workspace.k_WHC[: part.num_rows]
-        k_RHC[..., :nope] = kv_RHN[..., :nope]
-        k_RHC[..., nope:] = rows_RX[:, None, latent:]
-        # The workspace is read as a cache with pages of the same size.
-        return attention_prefill(
-            q_THC,
-            k_RHC.unflatten(0, (-1, page_size)),
-            kv_RHN[..., nope:].unflatten(0, (-1, page_size)),
-            part.workspace_tables_BM,
-            part.query_starts_B1,
-            part.query_offsets_B,
-            part.kv_lens_B,
-            scale=self.scale,
-            max_query_len=part.max_query_len,
-            max_kv_len=part.max_kv_len,
-            kv_starts_B=part.kv_starts_B,
-            return_lse=True,
-        )
+        kv_RHN = self.kv_b(latent_RL).view(-1, dims.num_heads, dims.qk_nope_head_dim + dims.v_head_dim)
+        k_NPHn, v_NPHV = kv_RHN.unflatten(0, pages).split((dims.qk_nope_head_dim, dims.v_head_dim), dim=3)
+        return {
+            "k_cache_NPGC": k_NPHn,
+            "v_cache_NPGV": v_NPHV,
+            "k_rest_NPR": k_pe_RR.unflatten(0, pages),
+            "block_tables_BM": part.workspace_tables_BM,
+            "query_starts_B1": part.query_starts_B1,
+            "query_offsets_B": part.query_offsets_B,
+            "kv_lens_B": part.kv_lens_B,
+            "kv_starts_B": part.kv_starts_B,
+            "scale": self.scale,
+            "max_query_len": part.max_query_len,
+            "max_kv_len": part.max_kv_len,
+        }

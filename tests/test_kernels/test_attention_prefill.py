@@ -106,6 +106,29 @@ def test_reference(attend, dtype, page, heads, kv_heads, width, value_width, win
     assert max_rel(out_THV, wanted) < 2e-6 and max_rel(lse_TH, wanted_lse) < 2e-6
 
 
+def check_two_parts(attend, dtype, device):
+    """Keys whose last 8 columns, the same for all heads, lie in a tensor of their own: the bits of whole keys."""
+    queries, cache = draw_case(16, 4, 2, 24, 16, [40, 17], dtype, device)
+    rest_NPR = cache.k_cache_NPGC[:, :, 0, 16:].clone()
+    cache.k_cache_NPGC[..., 16:] = rest_NPR[:, :, None]
+    whole = run(attend, queries, cache, [(8, 32), (0, 17)])
+
+    def in_parts(q_THC, k_cache_NPGC, *args, **kwargs):
+        return attend(q_THC, k_cache_NPGC[..., :16], *args, **kwargs, k_rest_NPR=rest_NPR)
+
+    for one, other in zip(run(in_parts, queries, cache, [(8, 32), (0, 17)]), whole):
+        assert_same_bits(one, other)
+
+
+def test_kernel_with_keys_in_two_parts(backend):
+    check_two_parts(attention_prefill_triton, backend.dtype, backend.device)
+
+
+@pytest.mark.parametrize("attend", [public, attention_prefill_reference])
+def test_reference_with_keys_in_two_parts(attend):
+    check_two_parts(attend, torch.float32, "cpu")
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(("width", "value_width"), [(128, 128), (192, 128), (64, 64), (80, 80)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -128,6 +128,32 @@ def test_rounds_of_keys_that_begin_later():
     assert max_rel(lse_TH[~empty], torch.cat([lse for _, lse in wanted])[~empty]) < 1e-5
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize(("page", "pitch"), [(16, 192), (64, 320)])
+def test_keys_in_two_parts_are_attended_as_whole_ones(page, pitch):
+    """The last 64 columns of all heads' keys are one tensor; keys and values of a head lie side by side."""
+    queries, cache = draw_case(6, 6, 192, 128, page)
+    num_blocks = cache.k_cache_NPGC.shape[0]
+    both_NPGX = torch.full((num_blocks, page, 6, 256), torch.nan, dtype=torch.bfloat16, device="cuda")
+    rest_NPX = torch.full((num_blocks, page, pitch), torch.nan, dtype=torch.bfloat16, device="cuda")
+    rest_NPR = rest_NPX[..., 128:192]
+    both_NPGX[..., :128], both_NPGX[..., 128:] = cache.k_cache_NPGC[..., :128], cache.v_cache_NPGV
+    rest_NPR.copy_(cache.k_cache_NPGC[:, :, 0, 128:])
+    k_NPGC = torch.cat([both_NPGX[..., :128], rest_NPR[:, :, None].expand(-1, -1, 6, -1)], dim=3)
+    chunks = [(0, end) for end in ENDS[:-1]] + [(100, 200)]
+    operands = (cache.block_tables_BM, starts([length for _, length in chunks], "cuda"))
+    operands += (index([first for first, _ in chunks], "cuda"), index(ENDS, "cuda"))
+    bounds = {"scale": 0.07, "max_query_len": 700, "max_kv_len": 700, "return_lse": True}
+    q_THC = torch.cat([q[first : first + length] for q, (first, length) in zip(queries, chunks)])
+    k_NPGn, v_NPGV = both_NPGX.split(128, dim=3)
+    assert runs_on_hopper(q_THC, k_NPGn, v_NPGV, rest_NPR)
+    parts = attention_prefill(q_THC, k_NPGn, v_NPGV, *operands, **bounds, k_rest_NPR=rest_NPR)
+    whole = attention_prefill(q_THC, k_NPGC, v_NPGV, *operands, **bounds)
+    for one, other in zip(parts, whole):
+        assert bool(one.isfinite().any())
+        assert_same_bits(one, other)
+
+
 def test_a_cpu_and_odd_shapes_are_left_to_the_other_kernel():
     cache = paged_cache([5], page=16, width=128)
     assert not runs_on_hopper(draw(5, 1, 128), cache.k_cache_NPGC, cache.v_cache_NPGV)
@@ -146,14 +172,14 @@ def test_odd_shapes_are_left_to_the_other_kernel(page, width, value_width):
 @pytest.mark.parametrize(("width", "value_width", "page", "window"), [(128, 128, 16, 0), (192, 128, 64, 4096)])
 def test_kernel_compiles_ahead_of_time(width, value_width, page, window):
     pointers = {"q_ptr": "*bf16", "out_ptr": "*bf16", "lse_ptr": "*fp32", "scale_log2": "fp32"}
-    descriptors = dict.fromkeys(("k_desc", "v_desc"), box("bf16", min(page, 128), 64))
+    descriptors = dict.fromkeys(("k_desc", "v_desc", "rest_desc"), box("bf16", min(page, 128), 64))
     names = ("tables_ptr", "query_starts_ptr", "query_offsets_ptr", "kv_lens_ptr", "kv_starts_ptr")
     indices: dict[str, str | None] = dict.fromkeys(names, "*i32")
     if width == 128:
         indices["kv_starts_ptr"] = None
-    numbers = ("num_pieces", "num_sequences", "num_heads", "k_ratio", "v_ratio")
+    numbers = ("num_pieces", "num_sequences", "num_heads", "k_ratio", "v_ratio", "rest_ratio")
     strides = ("stride_qt", "stride_qh", "stride_kg", "stride_vg", "stride_tb")
     sizes = {"GROUP": 8, "PACK": 8, "PAGE": page, "WIDTH": width, "VALUE_WIDTH": value_width, "WINDOW": window}
-    blocks = {"BLOCK_N": 128, "BUFFERS": 2 if width == 128 else 1, "PDL": True}
+    blocks = {"REST": width // 192, "BLOCK_N": 128, "BUFFERS": 2 if width == 128 else 1, "PDL": True}
     args = {**pointers, **descriptors, **indices, **dict.fromkeys(numbers + strides, "i32"), **sizes, **blocks}
     compile_gluon_ahead(_prefill_kernel, args)

@@ -71,7 +71,8 @@ def test_C16_rows_of_the_last_block_above_two_to_the_31():
 )
 @pytest.mark.parametrize("aligned", [True, False])
 def test_kernel_compiles_ahead_of_time(arch, cached, aligned):
-    pointers = {"cache_ptr": f"*{cached}", "latent_ptr": "*bf16", "rest_ptr": "*bf16", "scales_ptr": None if cached == "bf16" else "*fp32"}
+    pointers: dict[str, str | None] = {"cache_ptr": f"*{cached}", "latent_ptr": "*bf16", "rest_ptr": "*bf16"}
+    pointers["scales_ptr"] = None if cached == "bf16" else "*fp32"
     indices = dict.fromkeys(("tables_ptr", "token_starts_ptr", "row_starts_ptr"), "*i32")
     numbers = dict.fromkeys(("num_rows", "num_sequences", "page_size", "stride_cn", "stride_cp", "stride_tb"), "i32")
     numbers |= {"stride_sn": "i32", "stride_sp": "i32"}
