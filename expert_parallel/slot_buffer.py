@@ -90,9 +90,12 @@ class SlotBuffer:
         self.tags: list[tuple[int, int] | None] = [None] * num_places
         self._landed: list[Any] = [None] * num_places  # of copies that no product has waited for yet
         self._used: list[Any] = [None] * num_places
+        self._handed_out: set[int] = set()  # ready, but the products are not launched
 
     def fill(self, layer: int, slots: Sequence[int], places: Sequence[int]) -> None:
         """Start to copy the bundles of these slots to these places, in one go."""
+        taken = self._handed_out.intersection(places)
+        assert not taken, f"places {sorted(taken)} were handed to products that are not launched yet"
         bundle, rows = self.source.find(layer, slots)
         for ticket in _distinct(self._used[place] for place in places):
             self.engine.copy_waits(ticket)
@@ -117,6 +120,7 @@ class SlotBuffer:
             self.engine.compute_waits(ticket)
         for place in places:
             self._landed[place] = None
+        self._handed_out.update(places)
 
     def on_its_way(self, place: int) -> bool:
         """Whether a product that reads this place now would wait for its copy."""
@@ -129,6 +133,7 @@ class SlotBuffer:
         for place in places:
             assert self._landed[place] is None, f"place {place} was read before its copy was waited for"
             self._used[place] = used
+        self._handed_out.difference_update(places)
 
     def forget(self, places: Iterable[int]) -> None:
         """What is there is of no use any more."""

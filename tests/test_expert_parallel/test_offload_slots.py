@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 from torch import Tensor
@@ -152,7 +154,7 @@ def test_a_row_of_the_bounded_part_stays_until_its_copy_has_landed() -> None:
     engine = SimulatedEngine(most_late=10_000, seed=3)
     asked: list[tuple[int, int]] = []
 
-    def read(layer: int, expert: int, rows: list[Tensor]) -> None:
+    def read(layer: int, expert: int, rows: Sequence[Tensor]) -> None:
         asked.append((layer, expert))
         for row in rows:
             row.fill_(layer * 100.0 + expert)
