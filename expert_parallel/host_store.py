@@ -47,9 +47,10 @@ def _layout(shapes: Shapes) -> tuple[dict[str, int], int]:
 
 
 class Arena:
-    """Tensors in one mapping. `file` None: this process's own; else a file in memory, which others may map too."""
+    """Tensors in one mapping. `file` None: this process's own; else a file in memory, which others may map too.
+    `pin_for`: the GPU that copies from it; None: not pinned."""
 
-    def __init__(self, shapes: Shapes, file: int | None = None, *, pinned: bool) -> None:
+    def __init__(self, shapes: Shapes, file: int | None = None, *, pin_for: torch.device | None = None) -> None:
         offsets, _ = _layout(shapes)
         self.num_bytes = arena_bytes(shapes)
         mapped = mmap.mmap(-1 if file is None else file, max(self.num_bytes, mmap.PAGESIZE))
@@ -58,9 +59,10 @@ class Arena:
                 mapped.madvise(mmap.MADV_HUGEPAGE)  # fewer pages to pin
         # Holds the mapping; what is finalized with it comes before the unmapping.
         anchor = (ctypes.c_ubyte * len(mapped)).from_buffer(mapped)
-        if pinned and self.num_bytes:
+        if pin_for is not None and self.num_bytes:
             address = ctypes.addressof(anchor)
-            pin(address, self.num_bytes)
+            with torch.cuda.device(pin_for):  # threads begin with the first one
+                pin(address, self.num_bytes)
             weakref.finalize(anchor, _unpin, address).atexit = False
         whole_X = torch.frombuffer(anchor, dtype=torch.uint8)
         self.tensors: dict[str, Tensor] = {}
@@ -103,11 +105,13 @@ def _available() -> str:
     return "unknown bytes"
 
 
-def make_arenas(shapes: Sequence[Shapes], files: Sequence[int | None], *, pinned: bool) -> list[Arena]:
+def make_arenas(
+    shapes: Sequence[Shapes], files: Sequence[int | None], *, pin_for: torch.device | None = None
+) -> list[Arena]:
     """One for each of `shapes`, in `files[i]` where that is none of this process's own. Made side by side: pinning
     zeroes every page."""
     with ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1)) as pool:
-        return list(pool.map(lambda each: Arena(*each, pinned=pinned), zip(shapes, files, strict=True)))
+        return list(pool.map(lambda each: Arena(*each, pin_for=pin_for), zip(shapes, files, strict=True)))
 
 
 class SharedFiles:

@@ -40,7 +40,12 @@ class HostExperts:
 
 
 def make_host_experts(
-    config: ModelConfig, dtype: torch.dtype, layout: ExpertLayout, group: ExpertGroup | None, *, pinned: bool
+    config: ModelConfig,
+    dtype: torch.dtype,
+    layout: ExpertLayout,
+    group: ExpertGroup | None,
+    *,
+    pin_for: torch.device | None,
 ) -> HostExperts:
     """One arena a layer. Ranks of a group call it together; ValueError where memory cannot be pinned."""
     layers, experts = config.layers_with_experts, layout.experts
@@ -50,10 +55,10 @@ def make_host_experts(
     sizes = [arena_bytes(each) for each in shapes]
     if shared:
         assert group is not None, "ranks that share are a group"
-        arenas = _shared_arenas(shapes, sizes, group, pinned=pinned)
+        arenas = _shared_arenas(shapes, sizes, group, pin_for=pin_for)
         filled_here = {layer: _first_here(layout, layer, num_rows) for layer in layers}
     else:
-        arenas = [each.tensors for each in make_arenas(shapes, [None] * len(shapes), pinned=pinned)]
+        arenas = [each.tensors for each in make_arenas(shapes, [None] * len(shapes), pin_for=pin_for)]
         filled_here = experts
     bundles = {layer: list(tensors.values()) for layer, tensors in zip(layers, arenas, strict=True)}
     return HostExperts(
@@ -73,7 +78,7 @@ def make_file_experts(
     read: Read,
     engine: CopyEngine,
     *,
-    pinned: bool,
+    pin_for: torch.device | None,
 ) -> HostExperts:
     """One arena of as many bundles as `plan.host_bytes` holds; ValueError where that is too few to pass chunks."""
     layer = config.layers_with_experts[0]
@@ -86,7 +91,7 @@ def make_file_experts(
             f"offload.host_gb leaves this rank {plan.host_bytes} bytes, which hold {num_rows} experts of "
             f"{bundle_bytes} bytes; at least {least} must fit, two chunks of {plan.staging_slots} and one: raise it."
         )
-    arena = Arena(layer_shapes(config, layer, num_rows, dtype), pinned=pinned)
+    arena = Arena(layer_shapes(config, layer, num_rows, dtype), pin_for=pin_for)
     source = DiskSource(list(arena.tensors.values()), layout.experts, read, engine)
     return HostExperts({}, None, source, arena.num_bytes, by_table=True)
 
@@ -106,13 +111,13 @@ def _first_here(layout: ExpertLayout, layer: int, num_experts: int) -> list[int 
 
 
 def _shared_arenas(
-    shapes: Sequence[Shapes], sizes: Sequence[int], group: ExpertGroup, *, pinned: bool
+    shapes: Sequence[Shapes], sizes: Sequence[int], group: ExpertGroup, *, pin_for: torch.device | None
 ) -> list[dict[str, Tensor]]:
     """The first rank makes the files, all map them, and only then are they closed."""
     files = SharedFiles.make(sizes) if group.rank == 0 else None
     names = group.gather_objects(None if files is None else files.names)[0]
     files = files or SharedFiles.open(names)
-    arenas = make_arenas(shapes, files.files, pinned=pinned)
+    arenas = make_arenas(shapes, files.files, pin_for=pin_for)
     group.barrier()
     files.close()
     return [each.tensors for each in arenas]

@@ -34,11 +34,12 @@ def make_offload(
     `files`: what reads a bundle, for plan.tier=disk. Raises ValueError where host memory cannot be pinned, or holds too
     few bundles.
     """
-    layers, copies, pinned = config.layers_with_experts, engine(device), device.type == "cuda"
+    layers, copies = config.layers_with_experts, engine(device)
+    pin_for = device if device.type == "cuda" else None
     bundle = [(shape[1:], each) for shape, each in layer_shapes(config, layers[0], 1, dtype).values()]
     if plan.tier == "disk":
         assert files is not None, "experts on disk are read by somebody"
-        host = make_file_experts(plan, config, dtype, layout, files, copies, pinned=pinned)
+        host = make_file_experts(plan, config, dtype, layout, files, copies, pin_for=pin_for)
     else:
-        host = make_host_experts(config, dtype, layout, group, pinned=pinned)
+        host = make_host_experts(config, dtype, layout, group, pin_for=pin_for)
     return Offload(plan, layers, bundle, host, copies, device)

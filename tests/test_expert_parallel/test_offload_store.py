@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,6 +13,7 @@ from expert_parallel import host_store
 from expert_parallel.host_store import ALIGNMENT, Arena, SharedFiles, arena_bytes, make_arenas, node_key
 from tests.ranks import run_ranks, world
 
+GPU = torch.device("cuda", 0)
 SHAPES = {"w13": ((5, 6, 3), torch.bfloat16), "w2": ((5, 3, 3), torch.float8_e4m3fn), "scale": ((5, 1), torch.float32)}
 
 
@@ -25,7 +27,7 @@ def test_C50_an_arena_takes_what_its_tensors_take() -> None:
 
 
 def test_tensors_of_an_arena_lie_apart_and_outlive_it() -> None:
-    tensors = Arena(SHAPES, pinned=False).tensors
+    tensors = Arena(SHAPES).tensors
     assert {name: (tuple(t.shape), t.dtype) for name, t in tensors.items()} == SHAPES
     starts = [tensor.data_ptr() for tensor in tensors.values()]
     assert all(start % ALIGNMENT == 0 for start in starts)
@@ -44,7 +46,7 @@ def write_and_read(rank: int, num_ranks: int) -> tuple[list[float], int]:
     files = SharedFiles.make([arena_bytes(shapes)]) if rank == 0 else None
     names = group.gather_objects(None if files is None else files.names)[0]
     files = files or SharedFiles.open(names)
-    (arena,) = make_arenas([shapes], files.files, pinned=False)
+    (arena,) = make_arenas([shapes], files.files)
     group.barrier()
     files.close()
     x_RX = arena.tensors["x"]
@@ -64,15 +66,17 @@ def test_ranks_of_a_node_see_one_memory() -> None:
 def test_C50_memory_that_cannot_be_pinned_is_refused_with_the_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     refused = SimpleNamespace(cudaHostRegister=lambda address, size, flags: 2)
     monkeypatch.setattr(host_store, "_cuda", lambda: refused)
+    monkeypatch.setattr(host_store.torch.cuda, "device", lambda device: nullcontext())
     monkeypatch.setattr(host_store.resource, "getrlimit", lambda which: (65536, 65536))
     with pytest.raises(ValueError, match=r"^4096 bytes of host memory .* could not be pinned \(CUDA error 2\)"):
-        Arena(SHAPES, pinned=True)
+        Arena(SHAPES, pin_for=GPU)
     with pytest.raises(ValueError, match=r"locked memory \(ulimit -l\) is 65536 bytes\. Free host memory, raise the"):
-        make_arenas([SHAPES] * 3, [None] * 3, pinned=True)
+        make_arenas([SHAPES] * 3, [None] * 3, pin_for=GPU)
 
 
 def test_what_was_pinned_is_let_go_with_the_last_view(monkeypatch: pytest.MonkeyPatch) -> None:
     pinned: set[int] = set()
+    monkeypatch.setattr(host_store.torch.cuda, "device", lambda device: nullcontext())
 
     def register(address: int, size: int, flags: int) -> int:
         pinned.add(address)
@@ -81,7 +85,7 @@ def test_what_was_pinned_is_let_go_with_the_last_view(monkeypatch: pytest.Monkey
     monkeypatch.setattr(
         host_store, "_cuda", lambda: SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=pinned.remove)
     )
-    tensors = Arena(SHAPES, pinned=True).tensors
+    tensors = Arena(SHAPES, pin_for=GPU).tensors
     part = tensors["w2"][1:3]
     assert pinned == {tensors["w13"].data_ptr()}
     del tensors

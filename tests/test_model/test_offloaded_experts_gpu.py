@@ -87,7 +87,7 @@ def test_an_arena_is_pinned_and_let_go() -> None:
     """Copies from it do not wait for the host, and the same memory can be pinned again once the last view is gone."""
     shapes = {"a": ((1 << 20,), torch.float32), "b": ((3, 5), torch.bfloat16)}
     for _ in range(3):
-        tensors = Arena(shapes, pinned=True).tensors
+        tensors = Arena(shapes, pin_for=torch.device("cuda", 0)).tensors
         assert tensors["a"].is_pinned() and tensors["b"].is_pinned()
         tensors["a"].fill_(3.0)
         assert tensors["a"].to("cuda", non_blocking=True).sum().item() == 3.0 * (1 << 20)
