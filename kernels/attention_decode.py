@@ -29,7 +29,8 @@ from kernels.dependent_launch import dependent_launch, wait_for_inputs
 from kernels.kv_int4 import Int4Scales, check_int4_caches
 from kernels.kv_quantize import UNIT, KVScales, check_kv_scales
 from kernels.kv_tiles import OnlineSoftmax, gather_kv_tile, tile_product
-from kernels.split_kv import SplitRule, merge_splits, split_bounds, split_workspace
+from kernels.split_kv import SplitRule
+from kernels.split_runs import RUN, Parts, merge_next, merge_runs, most_runs, no_keys, splits_of
 from kernels.tiles import TileConfig
 
 # On an H200, 32 heads over 4 of 128, microseconds with splits of 128 / 256 / 512 keys: one sequence of 576 6.7 / 8.7 /
@@ -100,17 +101,18 @@ def _check_operands(
     )
 
 
-# Per split of the keys: out = sum_p 2^s[p] v[p] / sum_p 2^s[p] and lse = log2(sum_p 2^s[p]), s[p] = scale * log2(e) *
-#   q . k[p]; a sequence of one split is done then, else kernels/split_kv.py merges
-#   q_ptr [B, H, C], k_ptr [N, P, G, C], v_ptr [N, P, G, V], one dtype, any strides but the last; or k and v e4m3, with
-#   k_scale_ptr, v_scale_ptr fp32 [N, P, G] (else None): k's go into the scores, v's into the weights; int32: tables_ptr
-#   [B, M], kv_lens_ptr [B]; out_ptr [B, H, V], parts_ptr fp32 [B, S, H, V], lse_ptr fp32 [B, S, H], contiguous
-#   grid (G, S, B): a program owns one split of one kv head with all its query heads, as the rows of one tile.
-#   fp32 accumulation. Rows from H / G on are zero queries, not written. Tiles stand at multiples of BLOCK_N; keys
-#   outside [first, end) are not read (the nearest key inside stands in) and weigh 0. A split without keys ends at once.
+# The partial result of each split, or of each run of splits (kernels/split_runs.py), s[p] = scale * log2(e) * q . k[p];
+#   a sequence of one is done then: out[b, h] = sum_p 2^s[p] v[p] / sum_p 2^s[p]
+#   q_ptr [B, H, C], k_ptr, v_ptr [N, P, G, C] and [N, P, G, V], one dtype, any strides but the last; or k and v e4m3,
+#   with k_scale_ptr, v_scale_ptr fp32 [N, P, G] (else None): k's go into the scores, v's into the weights, which makes
+#   acc a multiple of UNIT; int32: tables_ptr [B, M], kv_lens_ptr [B]; out_ptr [B, H, V]; acc_ptr fp32 [B, S, H, V] and
+#   sums_ptr fp32 [2, B, S, H]
+#   grid (G, S, B): a program owns one split or, WHOLE, one run of one kv head with all its query heads, as the rows of
+#   one tile. fp32 accumulation. Rows from H / G on are zero queries, not written. Tiles stand at multiples of BLOCK_N;
+#   keys outside [first, end) are not read (the nearest key inside stands in) and weigh 0. A program without keys ends.
 
 
-@triton.jit(do_not_specialize=["stride_tb"])
+@triton.jit(do_not_specialize=["stride_tb", "stride_sum"])
 def _decode_kernel(
     q_ptr,
     k_ptr,
@@ -120,8 +122,8 @@ def _decode_kernel(
     tables_ptr,
     kv_lens_ptr,
     out_ptr,
-    parts_ptr,
-    lse_ptr,
+    acc_ptr,
+    sums_ptr,
     scale_log2,
     num_heads,
     stride_qb,
@@ -136,6 +138,7 @@ def _decode_kernel(
     stride_sp,
     stride_sg,
     stride_tb,
+    stride_sum,
     GROUP: tl.constexpr,
     PAGE: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -143,6 +146,7 @@ def _decode_kernel(
     WINDOW: tl.constexpr,
     SPLIT_LEN: tl.constexpr,
     FEW_SPLITS: tl.constexpr,
+    WHOLE: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_C: tl.constexpr,
@@ -150,26 +154,31 @@ def _decode_kernel(
     PDL: tl.constexpr,
 ):
     wait_for_inputs(PDL)
-    kv_head, split, sequence = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    kv_head, place, sequence = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2).to(tl.int64)
     kv_len = tl.load(kv_lens_ptr + sequence)
-    first, end, splits = split_bounds(kv_len, split, SPLIT_LEN, FEW_SPLITS, WINDOW)
-    if (first >= end) & (split > 0):
+    seen, origin, split_len, splits = splits_of(kv_len, SPLIT_LEN, FEW_SPLITS, WINDOW)
+    own: tl.constexpr = RUN if WHOLE else 1
+    split = place * own
+    if (split >= splits) & (place > 0):
         return
+    first = tl.maximum(origin + split * split_len, seen)
+    end = tl.minimum(origin + (split + own) * split_len, kv_len)
     row = tl.arange(0, BLOCK_H)
-    head = kv_head * GROUP + row
+    head, real = kv_head * GROUP + row, row < GROUP
     n, c, cv = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_V)
     table_ptr = tables_ptr + sequence * stride_tb
     k_ptr += kv_head * stride_kg
     v_ptr += kv_head * stride_vg
-    maximum = tl.full((BLOCK_H,), float("-inf"), tl.float32)
-    total = tl.zeros((BLOCK_H,), tl.float32)
-    acc = tl.zeros((BLOCK_H, BLOCK_V), tl.float32)
+    maximum, total, acc = no_keys(BLOCK_H, BLOCK_V)
+    if WHOLE:
+        run_maximum, run_total, run_acc = no_keys(BLOCK_H, BLOCK_V)
+        split_end = origin + (split + 1) * split_len
     # The table's entries are fetched a tile ahead, so that the loads of keys and values wait for no other load.
     begin = first // BLOCK_N * BLOCK_N
     index = tl.minimum(tl.maximum(begin + n, first), end - 1)
     block = tl.load(table_ptr + index // PAGE, mask=index >= 0, other=0)
     q_ptrs = q_ptr + sequence * stride_qb + head[:, None] * stride_qh + c[None, :]
-    q = tl.load(q_ptrs, mask=(row < GROUP)[:, None] & (c < WIDTH)[None, :], other=0.0)
+    q = tl.load(q_ptrs, mask=real[:, None] & (c < WIDTH)[None, :], other=0.0)
     for start in range(begin, end, BLOCK_N):
         key = start + n
         in_page = tl.minimum(tl.maximum(key, first), end - 1) % PAGE
@@ -199,18 +208,25 @@ def _decode_kernel(
             weights *= (tl.load(v_scale_ptr + scale_place) * UNIT)[None, :]
         acc = tl.dot(weights.to(q.dtype), v.to(q.dtype), acc * decay[:, None], input_precision="ieee")
         maximum, block = new_maximum, next_block
-    real = (row < GROUP)[:, None] & (cv < VALUE_WIDTH)[None, :]
-    total = tl.where(total == 0.0, 1.0, total)
-    if v_scale_ptr is not None:
-        acc /= UNIT
-    out = acc / total[:, None]
-    if splits <= 1:
-        out_ptrs = out_ptr + (sequence * num_heads + head)[:, None] * VALUE_WIDTH + cv[None, :]
-        tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=real)
+        if WHOLE:  # noqa: SIM102 - known when it is compiled, what follows is not
+            if start + BLOCK_N >= tl.minimum(split_end, end):
+                run_maximum, run_total, run_acc = merge_next(run_maximum, run_total, run_acc, maximum, total, acc)
+                maximum, total, acc = no_keys(BLOCK_H, BLOCK_V)
+                split_end += split_len
+    if WHOLE:
+        maximum, total, acc = run_maximum, run_total, run_acc
+    inside = real[:, None] & (cv < VALUE_WIDTH)[None, :]
+    if splits > own:
+        part = (sequence * tl.num_programs(1) + place) * num_heads + head
+        tl.store(sums_ptr + part, maximum, mask=real)
+        tl.store(sums_ptr + stride_sum + part, total, mask=real)
+        tl.store(acc_ptr + part[:, None] * VALUE_WIDTH + cv[None, :], acc, mask=inside)
         return
-    part = (sequence * tl.num_programs(1) + split) * num_heads + head
-    tl.store(lse_ptr + part, maximum + tl.log2(total), mask=row < GROUP)
-    tl.store(parts_ptr + part[:, None] * VALUE_WIDTH + cv[None, :], out, mask=real)
+    if v_scale_ptr is not None:
+        acc = acc / UNIT
+    out = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    out_ptrs = out_ptr + (sequence * num_heads + head)[:, None] * VALUE_WIDTH + cv[None, :]
+    tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 def attention_decode_triton(
@@ -224,8 +240,10 @@ def attention_decode_triton(
     window: int = 0,
     max_kv_len: int,
     scales: KVScales | Int4Scales | None = None,
+    whole: bool | None = None,
 ) -> Tensor:
-    """`attention_decode` as two launches: the splits, then their merge."""
+    """`attention_decode` as two launches, or as one where no sequence has more than one part. `whole`: a program for
+    each run of splits, else for each split; by the rule unless given."""
     _check_operands(q_BHC, k_cache_NPGC, v_cache_NPGV, block_tables_BM, kv_lens_B, scales)
     num_sequences, num_heads, width = q_BHC.shape
     num_kv_heads, value_width = v_cache_NPGV.shape[2:]
@@ -236,13 +254,14 @@ def attention_decode_triton(
     if int4:
         operands = (q_BHC, k_cache_NPGC, v_cache_NPGV, block_tables_BM, kv_lens_B, scales, _SPLITS)
         return attention_decode_int4(*operands, scale=scale, window=window, max_kv_len=max_kv_len)
-    splits = decode_splits(max_kv_len, window)
-    tile = _decode_tile(wide, num_sequences * num_kv_heads * splits)
-    shape = (num_sequences, splits, num_heads, value_width)
-    parts_BSHV, lse_BSH = split_workspace(*shape, torch.float32, q_BHC.device)
+    if whole is None:
+        whole = _whole_runs(num_sequences * num_kv_heads, max_kv_len)
+    number = (most_runs if whole else SplitRule.most)(_SPLITS, max_kv_len, window)
+    tile = _decode_tile(wide, num_sequences * num_kv_heads * number, whole)
     out_BHV = q_BHC.new_empty(num_sequences, num_heads, value_width)
+    parts = Parts.of(num_sequences, number, num_heads, value_width, q_BHC.device)
     k_NPG, v_NPG = scales[:2] if scales else (None, None)
-    _decode_kernel[(num_kv_heads, splits, num_sequences)](
+    _decode_kernel[(num_kv_heads, number, num_sequences)](
         q_BHC,
         k_cache_NPGC,
         v_cache_NPGV,
@@ -251,8 +270,7 @@ def attention_decode_triton(
         block_tables_BM,
         kv_lens_B,
         out_BHV,
-        parts_BSHV,
-        lse_BSH,
+        *parts,
         scale * log2(e),
         num_heads,
         *q_BHC.stride()[:2],
@@ -260,6 +278,7 @@ def attention_decode_triton(
         *v_cache_NPGV.stride()[:3],
         *((0, 0, 0) if k_NPG is None else k_NPG.stride()),
         block_tables_BM.stride(0),
+        parts.sums_2BPH.stride(0),
         GROUP=group,
         PAGE=k_cache_NPGC.shape[1],
         WIDTH=width,
@@ -267,6 +286,7 @@ def attention_decode_triton(
         WINDOW=window,
         SPLIT_LEN=_SPLITS.length,
         FEW_SPLITS=_SPLITS.few,
+        WHOLE=whole,
         BLOCK_H=max(16, next_power_of_2(group)),
         BLOCK_N=tile.block_n,
         BLOCK_C=max(16, next_power_of_2(width)),
@@ -275,25 +295,45 @@ def attention_decode_triton(
         num_stages=tile.num_stages,
         **dependent_launch(q_BHC),
     )
-    if splits > 1:
-        merge_splits(parts_BSHV, lse_BSH, kv_lens_B, out_BHV, _SPLITS, window=window)
+    if number > 1:
+        unit = UNIT.value if scales else 1.0
+        merge_runs(parts, kv_lens_B, out_BHV, _SPLITS, window=window, unit=unit, whole=whole)
     return out_BHV
 
 
-def decode_splits(max_kv_len: int, window: int = 0) -> int:
-    """Splits that the workspace of a step has room for, of each sequence."""
-    return _SPLITS.most(max_kv_len, window)
+def decode_parts(num_sequences: int, num_kv_heads: int, max_kv_len: int, window: int = 0) -> int:
+    """Partial results that the workspace of a step has room for, of each sequence: runs of splits, or splits."""
+    whole = _whole_runs(num_sequences * num_kv_heads, max_kv_len)
+    return (most_runs if whole else SplitRule.most)(_SPLITS, max_kv_len, window)
 
 
-def _decode_tile(wide: bool, num_programs: int) -> TileConfig:
+def _whole_runs(num_programs: int, max_kv_len: int) -> bool:
+    """Whether a program takes a run of splits, where so many would take the first runs. No bit depends on it.
+
+    On an H200, which has 132 multiprocessors, 32 heads over 4, 576 keys each, microseconds of splits, their merge
+    included, and of runs: 64 programs of a run 12.5 and 13.5, 128 17.3 and 14.8, 256 29 and 25, 512 52 and 42, 1024 92
+    and 78. Longer ones need more: 256 of 4096 keys 138 and 130.
+    """
+    return num_programs >= (96 if max_kv_len <= 2 * RUN.value * _SPLITS.length else 192)
+
+
+def _decode_tile(wide: bool, num_programs: int, whole: bool) -> TileConfig:
     """Keys of a tile, warps and stages. Stages change no bit, the others do.
 
-    Three stages leave room for three programs a multiprocessor, two for four. On an H200, which has 132, 32 heads over
-    4, two and three stages: 256 programs of 512 keys 26 and 23 us, 512 of them 40 and 48 us.
+    Four stages leave room for two programs a multiprocessor, three for three, two for four. On an H200, which has 132,
+    32 heads over 4, whole runs, two, three and four stages: 128 programs of 576 keys 21.5, 14.8 and 16.3 us, 256 27.4,
+    27.1 and 25.0, 512 41.7, 49.7 and 47.7, 1024 78, 80 and 87; 2048 of all lengths up to 1900 265, 255 and 257. Splits
+    of 512 keys, two and three stages: 256 programs 23 and 26 us, 512 of them 48 and 40.
     """
     if wide:
         return TileConfig(16, 32, 0, num_warps=4, num_stages=1)
-    return TileConfig(16, 64, 0, num_warps=4, num_stages=2 if num_programs > 396 else 3)
+    if not whole:
+        num_stages = 2 if num_programs > 396 else 3
+    elif num_programs > 396:
+        num_stages = 2 if num_programs <= 1056 else 3
+    else:
+        num_stages = 4 if 132 < num_programs <= 264 else 3
+    return TileConfig(16, 64, 0, num_warps=4, num_stages=num_stages)
 
 
 def attention_decode_reference(

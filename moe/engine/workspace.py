@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kernels.attention_decode import decode_splits
+from kernels.attention_decode import decode_parts
 from kernels.checks import cdiv
 from kernels.mla_decode import mla_splits
 from kernels.quantize import GROUP
@@ -150,8 +150,9 @@ class _Step:
         """Queries, keys and values as they were projected and queries turned, until the output is."""
         H, G, C = attention.num_heads, attention.num_kv_heads, attention.head_dim
         projected, heads = rows * (H + 2 * G) * C * self.item, rows * H * C * self.item
-        splits = max(decode_splits(self.limits.max_model_len, window) for window in set(self.model.sliding_windows))
-        beside = rows * H * (splits * (C + 1) * 4 if decodes else 4)
+        longest, windows = self.limits.max_model_len, set(self.model.sliding_windows)
+        parts = max(decode_parts(rows, G, longest, window) for window in windows)
+        beside = rows * H * (parts * (C + 2) * 4 if decodes else 4)
         return projected + heads + heads + max(beside, rows * self.model.hidden_size * self.item)
 
     def _latent(self, attention: MLAConfig, rows: int) -> int:

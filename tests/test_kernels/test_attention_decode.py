@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
+import kernels.attention_decode as attention_decode_module
 from kernels.attention_decode import (
     _decode_kernel,
     attention_decode,
@@ -12,6 +15,7 @@ from kernels.attention_decode import (
     attention_decode_triton,
 )
 from kernels.split_kv import MAX_SPLITS, SplitRule, _merge_splits_kernel
+from kernels.split_runs import _merge_runs_kernel
 from tests.aot import ARCHS, aot, compile_ahead
 from tests.compare import assert_same_bits, max_rel
 from tests.paged_cache import assert_accurate, dense_attention, draw, index, paged_cache
@@ -103,6 +107,30 @@ def test_kernel_gives_a_row_the_same_bits_in_any_company(window):
     check_company(attention_decode, lens, 32, 4, 128, window, torch.bfloat16, "cuda")
 
 
+@pytest.mark.parametrize(("window", "lens"), [(0, [0, 65, 512, 513]), (530, [580])])
+def test_bits_are_those_of_any_cut_into_programs(backend, monkeypatch, window, lens):
+    """A run in one program, or its splits in many, and around each number of splits and runs."""
+    monkeypatch.setattr(attention_decode_module, "_SPLITS", SplitRule(64, few=16))
+    q_BHC, cache = draw_case(64, 2, 1, 16, 16, lens, backend.dtype, backend.device)
+
+    def attend(whole):
+        return run(partial(attention_decode_triton, whole=whole), q_BHC, cache, window)
+
+    ours = attend(False)
+    assert_same_bits(attend(True), ours)
+    assert_accurate(ours, exact(q_BHC, cache, window, backend.dtype), exact(q_BHC, cache, window))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads", [(32, 4), (32, 8), (14, 2)])
+def test_bits_of_many_sequences_are_those_of_any_cut_into_programs(heads):
+    lens = [1 + 61 * b % 9000 for b in range(300)]
+    q_BHC, cache = draw_case(16, *heads, 128, 128, lens, torch.bfloat16, "cuda")
+    ours = run(partial(attention_decode_triton, whole=False), q_BHC, cache, 0)
+    assert_accurate(ours, exact(q_BHC, cache, 0, torch.bfloat16), exact(q_BHC, cache, 0))
+    assert_same_bits(run(partial(attention_decode_triton, whole=True), q_BHC, cache, 0), ours)
+
+
 def test_no_sequences_and_no_keys(backend):
     q_BHC, cache = draw_case(16, 2, 1, 16, 16, [0, 0], backend.dtype, backend.device)
     assert_same_bits(run(attention_decode_triton, q_BHC, cache, 0, max_kv_len=0), torch.zeros_like(q_BHC))
@@ -166,30 +194,37 @@ def test_C16_last_block_of_a_cache_above_two_to_the_31():
 
 @aot
 @pytest.mark.parametrize(
-    ("arch", "dtype", "width", "block_n", "num_stages", "cached"),
+    ("arch", "dtype", "width", "block_n", "num_stages", "cached", "whole"),
     [
-        *((arch, "bf16", 128, 64, 3, "bf16") for arch in ARCHS),
-        *((arch, dtype, 128, 64, 3, "fp8e4nv") for arch in ARCHS if arch >= 89 for dtype in ("bf16", "fp16")),
-        (80, "fp16", 96, 64, 3, "fp16"),
-        (80, "fp32", 128, 32, 1, "fp32"),
-        (90, "fp32", 128, 32, 1, "fp8e4nv"),
+        *((arch, "bf16", 128, 64, 3, "bf16", whole) for arch in ARCHS for whole in (False, True)),
+        *((arch, dtype, 128, 64, 3, "fp8e4nv", True) for arch in ARCHS if arch >= 89 for dtype in ("bf16", "fp16")),
+        (80, "fp16", 96, 64, 3, "fp16", False),
+        (80, "fp32", 128, 32, 1, "fp32", False),
+        (90, "fp32", 128, 32, 1, "fp8e4nv", True),
     ],
 )
-def test_kernels_compile_ahead_of_time(arch, dtype, width, block_n, num_stages, cached):
+def test_kernel_compiles_ahead_of_time(arch, dtype, width, block_n, num_stages, cached, whole):
     pointers = {"q_ptr": f"*{dtype}", "k_ptr": f"*{cached}", "v_ptr": f"*{cached}", "tables_ptr": "*i32"}
     pointers |= dict.fromkeys(("k_scale_ptr", "v_scale_ptr"), None if cached == dtype else "*fp32")
-    pointers |= {"kv_lens_ptr": "*i32", "out_ptr": f"*{dtype}", "parts_ptr": "*fp32", "lse_ptr": "*fp32"}
+    pointers |= {"kv_lens_ptr": "*i32", "out_ptr": f"*{dtype}", "acc_ptr": "*fp32", "sums_ptr": "*fp32"}
     numbers = {"scale_log2": "fp32", "num_heads": "i32"}
-    strides = {
-        f"stride_{name}": "i32" for name in ("qb", "qh", "kn", "kp", "kg", "vn", "vp", "vg", "sn", "sp", "sg", "tb")
-    }
+    names = ("qb", "qh", "kn", "kp", "kg", "vn", "vp", "vg", "sn", "sp", "sg", "tb", "sum")
     sizes = {"GROUP": 7, "PAGE": 16, "WIDTH": width, "VALUE_WIDTH": width, "WINDOW": 512}
-    sizes |= {"SPLIT_LEN": 128, "FEW_SPLITS": 8}
+    sizes |= {"SPLIT_LEN": 128, "FEW_SPLITS": 8, "WHOLE": whole}
     blocks = {"BLOCK_H": 16, "BLOCK_N": block_n, "BLOCK_C": 128, "BLOCK_V": 128, "PDL": arch >= 90}
-    args = {**pointers, **numbers, **strides, **sizes, **blocks}
+    args = {**pointers, **numbers, **{f"stride_{name}": "i32" for name in names}, **sizes, **blocks}
     compile_ahead(_decode_kernel, arch, args, num_stages=num_stages)
-    pointers = {"parts_ptr": "*fp32", "lse_ptr": "*fp32", "kv_lens_ptr": "*i32", "out_ptr": f"*{dtype}"}
-    numbers = {"num_splits": "i32", "num_heads": "i32"}
-    sizes = {"VALUE_WIDTH": width, "BLOCK_V": 128, "BLOCK_H": 8, "BLOCK_S": 64, "WINDOW": 512}
-    sizes |= {"SPLIT_LEN": 128, "FEW_SPLITS": 8, "PDL": arch >= 90}
-    compile_ahead(_merge_splits_kernel, arch, {**pointers, **numbers, **sizes})
+
+
+@aot
+@pytest.mark.parametrize("arch", ARCHS)
+def test_merges_compile_ahead_of_time(arch):
+    pointers = {"kv_lens_ptr": "*i32", "out_ptr": "*bf16"}
+    numbers = {"num_heads": "i32"}
+    sizes = {"VALUE_WIDTH": 128, "BLOCK_V": 128, "WINDOW": 512, "SPLIT_LEN": 128, "FEW_SPLITS": 8, "PDL": arch >= 90}
+    old = {"parts_ptr": "*fp32", "lse_ptr": "*fp32", "num_splits": "i32", "BLOCK_H": 8, "BLOCK_S": 64}
+    compile_ahead(_merge_splits_kernel, arch, pointers | numbers | sizes | old)
+    new = {"acc_ptr": "*fp32", "sums_ptr": "*fp32", "num_parts": "i32", "stride_sum": "i32", "unit": "fp32"}
+    for one in (True, False):
+        runs = new | {"BLOCK_H": 4, "WHOLE": one, "ONE_RUN": one}
+        compile_ahead(_merge_runs_kernel, arch, pointers | numbers | sizes | runs)
