@@ -15,6 +15,11 @@ from dataclasses import dataclass
 # A copy of so many bytes takes 1.2 ms over a link of 55 GB/s: the launches around it (some 50 us) disappear behind it,
 # and two such buffers are small beside what is held.
 STAGING_BYTES = 64 << 20
+# Of the bytes that experts and cache share: with more left for the cache than that, all experts on the GPU are faster
+# than any streamed plan. Streaming gives at most P / K tokens a second (K: a sequence's cache, P: the link's 55 GB/s);
+# with everything on the GPU a step reads at most all of it, at the memory's 4,420 GB/s (both measured on an H200), for
+# the L / K sequences that the bytes L left for the cache hold: more, if L is over 1 / 80 of what is shared.
+RESIDENT_CACHE = 55.4 / 4420
 
 
 @dataclass(frozen=True)
@@ -45,6 +50,14 @@ class OffloadPlan:
         """What crosses the link in a step that uses every slot."""
         return (self.num_slots - self.held_slots) * self.num_layers * self.bundle_bytes
 
+    def words(self) -> str:
+        """For people."""
+        return (
+            f"experts in {self.tier} memory ({self.regime}): the GPU holds {self.held_slots} of {self.num_slots} in each "
+            f"of {self.num_layers} layers, the others pass through two buffers of {self.staging_slots}; "
+            f"{self.gpu_bytes / 2**30:.3f} GiB there, {self.host_bytes / 2**30:.3f} GiB of the host"
+        )
+
 
 def staging_slots(num_passing: int, bundle_bytes: int) -> int:
     """Slots of one buffer, where `num_passing` of a layer pass through: about STAGING_BYTES, chunks of equal size.
@@ -56,3 +69,47 @@ def staging_slots(num_passing: int, bundle_bytes: int) -> int:
     most = max(1, round(STAGING_BYTES / bundle_bytes))
     num_chunks = -(-num_passing // most)
     return -(-num_passing // num_chunks)
+
+
+@dataclass(frozen=True)
+class Room:
+    """Bytes of a GPU that experts and cache share, and what the cache makes of them: `wanted` by as many sequences as
+    may run, `least` by one."""
+
+    shared: int
+    wanted: int
+    least: int
+
+
+def choose_held(num_slots: int, num_layers: int, bundle_bytes: int, room: Room) -> int | None:
+    """Slots of a layer to hold on the GPU: all `num_slots` where that answers faster, None where nothing fits.
+
+    Streamed, a step brings W - held bytes over a link of P bytes/s, for as many rows as the cache has sequences:
+    tokens/s = sequences * P / (W - held). While experts and cache do not fit together, a byte given to the cache adds
+    more above than below the line, so the cache gets all that it wants, and experts hold what is left.
+    """
+    everything = num_slots * num_layers * bundle_bytes
+    if room.shared - everything >= min(room.wanted, max(room.least, int(room.shared * RESIDENT_CACHE))):
+        return num_slots
+    for held in reversed(range(num_slots)):
+        if held_bytes(num_slots, held, num_layers, bundle_bytes) + room.wanted <= room.shared:
+            return held
+    return 0 if held_bytes(num_slots, 0, num_layers, bundle_bytes) + room.least <= room.shared else None
+
+
+def held_within(num_slots: int, num_layers: int, bundle_bytes: int, num_bytes: int) -> int | None:
+    """The most slots of a layer that go into so many bytes with their two buffers; None: not even the buffers do."""
+    if num_slots * num_layers * bundle_bytes <= num_bytes:
+        return num_slots
+    fitting = (
+        held
+        for held in reversed(range(num_slots))
+        if held_bytes(num_slots, held, num_layers, bundle_bytes) <= num_bytes
+    )
+    return next(fitting, None)
+
+
+def held_bytes(num_slots: int, held: int, num_layers: int, bundle_bytes: int) -> int:
+    """On the GPU, of held slots and of the two buffers that the others pass through."""
+    buffers = 2 * staging_slots(num_slots - held, bundle_bytes) if held < num_slots else 0
+    return (num_layers * held + buffers) * bundle_bytes

@@ -5,6 +5,7 @@ The steps read and write one block of a throw-away pool: their tables hold block
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 
 import torch
@@ -19,7 +20,10 @@ from moe.engine.request import SamplingParams
 from moe.engine.sampler import Sampler, SampleRow, SamplingBatch
 from moe.engine.workspace import StepLimits, prompt_chunks
 from moe.model.config import MLAConfig
+from moe.model.parameter_shapes import is_expert_parameter
 from moe.model.step_input import DecodeBatch, PrefillBatch, StepInput
+
+logger = logging.getLogger(__name__)
 
 
 def plan_cache(
@@ -37,7 +41,7 @@ def plan_cache(
         latent=isinstance(parts.model.attention, MLAConfig),
         held_experts=parts.held_expert_bytes,
     )
-    return plan_memory(
+    plan = plan_memory(
         layout,
         replace(
             memory,
@@ -46,12 +50,16 @@ def plan_cache(
             buffers=parts.buffer_bytes(config.engine.max_batched_tokens),
             row_cap=parts.row_cap,
             moving=moving_bytes,
+            host=0 if parts.offload is None else parts.offload.host_bytes,
         ),
         num_blocks=config.cache.num_blocks,
         memory_fraction=config.cache.memory_fraction,
         cpu_gb=config.cache.cpu_gb,
         max_model_len=parts.max_model_len,
     )
+    if parts.forecast is not None:
+        logger.info("%s", parts.forecast.against(plan))
+    return plan
 
 
 def measure_memory(
@@ -63,14 +71,16 @@ def measure_memory(
     limits: StepLimits,
     cuda_graphs: bool,
     latent: bool = False,
-    held_experts: int = 0,
+    held_experts: int | None = None,
 ) -> DeviceMemory:
     """Weights by their sizes; on a GPU also the peak of the largest prefill and the largest decode step.
 
     Captured graphs share memory among themselves but not with other steps: the largest decode step counts once more.
-    `held_experts`: bytes on the device of experts whose own tensors are in host memory; `latent`: attention is MLA.
+    `held_experts`: bytes on the device of experts, where their own tensors are in host memory; None: they are not.
+    `latent`: attention is MLA.
     """
-    weights = held_experts + sum(t.nbytes for t in network.targets().values() if t.device.type == device.type)
+    counted = (held_experts is None or not is_expert_parameter(name) for name in network.targets())
+    weights = (held_experts or 0) + sum(t.nbytes for t, own in zip(network.targets().values(), counted) if own)
     if device.type != "cuda":
         return DeviceMemory("cpu", None, weights, 0)
     torch.cuda.synchronize(device)

@@ -29,6 +29,7 @@ class MemoryPlan:
     buffer_bytes: int = 0  # of rows that travel between ranks
     moving_bytes: int = 0  # of experts that move between ranks
     row_cap: int | None = None  # the most rows of a buffer between ranks in one round; None: no cap, or one rank
+    host_bytes: int = 0  # of pinned host memory, for experts that live there
 
     @property
     def kv_bytes(self) -> int:
@@ -54,6 +55,8 @@ class MemoryPlan:
             used += self.other_bytes + self.kv_bytes
             left = self.total_bytes - used
             rows += [("left free", _gib(left)), ("total", _gib(self.total_bytes))]
+        if self.host_bytes:
+            rows.append(("experts in host memory", _gib(self.host_bytes)))
         lines = [f"memory on {self.device}"]
         lines += [f"  {name:<22}{size:>12}" for name, size in rows]
         if self.row_cap is not None:
@@ -83,6 +86,7 @@ class DeviceMemory:
     buffers: int = 0
     moving: int = 0
     row_cap: int | None = None
+    host: int = 0
 
     @property
     def taken(self) -> int:
@@ -134,6 +138,7 @@ def plan_memory(
         buffer_bytes=memory.buffers,
         row_cap=memory.row_cap,
         moving_bytes=memory.moving,
+        host_bytes=memory.host,
     )
 
 
@@ -147,7 +152,7 @@ def _no_room(layout: KVLayout, memory: DeviceMemory, by: str) -> str:
         f"{by} leaves no room for a KV block on {memory.name}: of {_gib(memory.total)}, "
         f"weights take {_gib(memory.weights)}, workspace {_gib(memory.workspace)}, "
         f"others {_gib(memory.other)}{_buffers(memory)}{_moving(memory)}; raise cache.memory_fraction, lower "
-        "engine.max_batched_tokens, or add GPU memory."
+        "engine.max_batched_tokens, keep experts in host memory (offload.regime=auto), or add GPU memory."
     )
 
 

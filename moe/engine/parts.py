@@ -17,6 +17,8 @@ from configs.schema import Config, EngineConfig
 from expert_parallel.group import Ranks
 from kernels.quantize import supports_fp8
 from kv_cache.layout import KVLayout, LayerScales, Quantization
+from moe.engine.forecast import Forecast, Subject, forecast
+from moe.engine.machine import find_machine
 from moe.engine.network import Network
 from moe.engine.tokenizer import Tokenizer
 from moe.engine.workspace import StepLimits
@@ -25,7 +27,7 @@ from moe.model.causal_lm import CausalLM
 from moe.model.config import MLAConfig, ModelConfig
 from moe.model.families.registry import read_config
 from moe.model.hub import resolve_model
-from moe.model.load_model import Spread, load_model
+from moe.model.load_model import Spread, load_model, open_model
 from moe.model.offloaded_experts import Offload
 
 logger = logging.getLogger(__name__)
@@ -49,6 +51,7 @@ class Parts:
     name: str = ""
     ranks: Ranks | None = None  # those that share the experts; None: this process is alone
     cache_scales: tuple[LayerScales, ...] = ()  # of each layer, where cache.dtype=fp8-layer
+    forecast: Forecast | None = None  # what was planned before it was loaded
 
     @property
     def eos_ids(self) -> frozenset[int]:
@@ -93,9 +96,9 @@ class Parts:
         return self.network.dispatchers.held_bytes if isinstance(self.network, CausalLM) else 0
 
     @property
-    def held_expert_bytes(self) -> int:
-        """On the device, of experts that live in host memory."""
-        return 0 if self.offload is None else self.offload.gpu_bytes
+    def held_expert_bytes(self) -> int | None:
+        """On the device, of experts that live in host memory; None: none lives there."""
+        return None if self.offload is None else self.offload.gpu_bytes
 
     def limits(self, config: Config) -> StepLimits:
         """Of the largest steps."""
@@ -191,6 +194,8 @@ def load_parts(config: Config, ranks: Ranks | None = None) -> Parts:
     `ranks`: these share the experts; each process holds its part of them, and all else.
     """
     outline = outline_parts(config, resolve_device(config.engine.device) if ranks is None else ranks.device)
+    opened = open_model(outline.folder, config.load_format, config.quantization, outline.device)
+    planned = _forecast(config, outline, opened.config, ranks)
     network = load_model(
         outline.folder,
         dtype=outline.dtype,
@@ -202,6 +207,8 @@ def load_parts(config: Config, ranks: Ranks | None = None) -> Parts:
         mla_workspace_tokens=config.engine.mla_workspace_tokens,
         progress=LoadProgress(),
         spread=None if ranks is None else _spread(config, ranks),
+        offload=planned.offload,
+        opened=opened,
     )
     if ranks is not None:
         ranks.meet("load")  # says for whom it waits; the first collective would only time out
@@ -215,7 +222,23 @@ def load_parts(config: Config, ranks: Ranks | None = None) -> Parts:
         name=config.model,
         ranks=ranks,
         cache_scales=outline.cache_scales,
+        forecast=planned,
     )
+
+
+def _forecast(config: Config, outline: Outline, model: ModelConfig, ranks: Ranks | None) -> Forecast:
+    """What the engine will take, and which experts it holds on its GPU. ValueError where its weights cannot fit."""
+    limits = step_limits(config, outline.max_model_len, outline.device)
+    offloads = config.offload.regime != "off"
+    machine = find_machine(outline.device, ranks, asks_host=offloads)
+    planned = forecast(config, Subject(model, outline.dtype, outline.layout, limits), machine)
+    if machine.total is not None and planned.weight_bytes + machine.other > machine.total:
+        raise ValueError(planned.problem or "the weights exceed the GPU's memory")
+    if planned.offload is not None:
+        logger.info("%s", planned.offload.words())
+    elif offloads:
+        logger.info("offload.regime=%s: all experts have room on the device, and stay there", config.offload.regime)
+    return planned
 
 
 def _spread(config: Config, ranks: Ranks) -> Spread:

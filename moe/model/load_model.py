@@ -9,6 +9,7 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -48,6 +49,14 @@ class Spread:
     balance: BalanceConfig = field(default_factory=BalanceConfig)
 
 
+class Opened(NamedTuple):
+    """What a network will be, with the precision in which experts are held, and the checkpoint whose headers fit it;
+    None: its weights are made up."""
+
+    config: ModelConfig
+    checkpoint: Checkpoint | None
+
+
 def load_model(
     folder: Path,
     *,
@@ -62,16 +71,18 @@ def load_model(
     spread: Spread | None = None,
     offload: OffloadPlan | None = None,
     copies: MakeEngine = make_engine,
+    opened: Opened | None = None,
 ) -> CausalLM:
     """The network of `folder` with its weights, or with weights from `seed` for load_format=dummy (config.json alone).
 
     `quantization`: the routed experts as they are stored (auto), in fp8, or in `dtype` (none); all else is in `dtype`.
     `spread`: this rank holds its share of the experts alone; None: all of them. The network's own `config` says which
     it became. `offload`: how many experts are on the device, the others in host memory; `copies` brings them.
+    `opened`: what `open_model` said of the same model, if that was asked before.
     On a GPU this forbids split-K in the vendor library, for the whole process. Raises ValueError for a
     config.json or a checkpoint that does not fit; nothing is allocated by then.
     """
-    config, checkpoint = open_model(folder, load_format, quantization, device)
+    config, checkpoint = opened or open_model(folder, load_format, quantization, device)
     if device.type == "cuda":
         forbid_split_k()
     if spread is None:
@@ -102,11 +113,8 @@ def load_model(
     return model
 
 
-def open_model(
-    folder: Path, load_format: str, quantization: str, device: torch.device
-) -> tuple[ModelConfig, Checkpoint | None]:
-    """What the network will be, and the checkpoint whose headers fit it; None: its weights are made up. Reads headers
-    alone, and says in which precision experts are held on this device. ValueError for what does not fit."""
+def open_model(folder: Path, load_format: str, quantization: str, device: torch.device) -> Opened:
+    """Headers alone are read. ValueError for what does not fit."""
     if load_format not in LOAD_FORMATS:
         raise ValueError(f"load_format={load_format!r} is not known; use one of {', '.join(LOAD_FORMATS)}.")
     if quantization not in QUANTIZATIONS:
@@ -115,7 +123,7 @@ def open_model(
     checkpoint = None if load_format == "dummy" else Checkpoint.open(folder, config)
     stored = config.fp8_block is not None if checkpoint is None else checkpoint.stores_fp8_experts
     config = replace(config, fp8_experts=_holds_fp8_experts(quantization, stored, config, device))
-    return config, checkpoint and replace(checkpoint, config=config)
+    return Opened(config, checkpoint and replace(checkpoint, config=config))
 
 
 def model_shape(config: ModelConfig) -> ModelShape:

@@ -120,13 +120,15 @@ def test_prompts_of_mla_expand_as_many_keys_as_they_may() -> None:
     assert step.prefill.block_tables_BM.shape == (8, 2) and step.positions_T.max() == 23
 
 
-def test_weights_are_counted_from_the_targets() -> None:
+def test_weights_are_counted_from_the_targets(monkeypatch: pytest.MonkeyPatch) -> None:
     limits = StepLimits(32, 4, 64, 16, mla_tokens=64)
     cpu = torch.device("cpu")
     measured = measure_memory(FakeNetwork(), Sampler(8), LAYOUT, cpu, limits=limits, cuda_graphs=True)
     assert measured == DeviceMemory("cpu", None, 16, 0)
+    targets = {"a": torch.zeros(4), "layers.0.moe.experts.w2": torch.zeros(100)}  # the latter on the host
+    monkeypatch.setattr(FakeNetwork, "targets", lambda self: targets)
     held = measure_memory(FakeNetwork(), Sampler(8), LAYOUT, cpu, limits=limits, cuda_graphs=True, held_experts=5)
-    assert held.weights == 21  # experts on the device whose parameters are in host memory
+    assert held.weights == 16 + 5
 
 
 def test_the_length_limit_of_a_checkpoint() -> None:
@@ -139,7 +141,7 @@ def test_the_length_limit_of_a_checkpoint() -> None:
         "checkpoint with rope scaling."
     )
     yarn = RopeConfig(theta=1e4, dim=2, scaling="yarn", factor=4.0, original_max_positions=64)
-    scaled = type(config)(**(vars(config) | {"rope": yarn}))
+    scaled = replace(config, rope=yarn)
     assert resolve_max_model_len(256, scaled) == 256
     with pytest.raises(ValueError, match=r"engine\.max_model_len=257 exceeds"):
         resolve_max_model_len(257, scaled)

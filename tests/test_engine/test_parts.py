@@ -19,6 +19,7 @@ from moe.engine import parts
 from moe.engine.engine import Engine
 from moe.model.families.registry import read_config
 from moe.model.hub import resolve_model
+from moe.model.load_model import Opened
 from tests.test_engine.fake_network import make_parts
 
 
@@ -32,6 +33,7 @@ def no_weights(monkeypatch: pytest.MonkeyPatch) -> list[object]:
         return SimpleNamespace(config=read_config(folder))
 
     monkeypatch.setattr(parts, "load_model", load)
+    monkeypatch.setattr(parts, "open_model", lambda folder, *_: Opened(read_config(folder), None))
     return read
 
 

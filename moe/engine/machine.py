@@ -1,0 +1,51 @@
+"""What a rank runs on, as far as memory goes. Knows devices and hosts; knows no model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from expert_parallel.group import Ranks
+from moe.engine.host_memory import HostMemory, read_host_memory
+
+OTHER_BYTES = 3 << 28
+"""On a GPU beside all that torch allocates: context, modules, handles. An H200 showed 0.741 GiB."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What one rank runs on. `total`: bytes of its GPU; None: the CPU. `ranks_here`: of its host."""
+
+    name: str
+    total: int | None
+    other: int = OTHER_BYTES
+    hopper: bool = True
+    host: HostMemory | None = None  # None: not looked at
+    num_ranks: int = 1
+    rank: int = 0
+    ranks_here: int = 1
+
+
+def find_machine(device: torch.device, ranks: Ranks | None, *, asks_host: bool) -> Machine:
+    """Of this process. `asks_host`: the host's memory is looked at, before any rank takes of it."""
+    host = read_host_memory() if asks_host else None
+    num_ranks, rank, ranks_here = 1, 0, 1
+    if ranks is not None:
+        num_ranks, rank, ranks_here = ranks.everyone.size, ranks.everyone.rank, ranks.values.local_world_size
+        if asks_host and num_ranks > 1:
+            ranks.everyone.gather_objects(None)
+    if device.type != "cuda":
+        return Machine("cpu", None, 0, host=host, num_ranks=num_ranks, rank=rank, ranks_here=ranks_here)
+    free, total = torch.cuda.mem_get_info(device)
+    return Machine(
+        torch.cuda.get_device_name(device),
+        total,
+        # Kernels' modules are not loaded yet.
+        max(total - free - torch.cuda.memory_reserved(device), OTHER_BYTES),
+        hopper=torch.cuda.get_device_capability(device) >= (9, 0),
+        host=host,
+        num_ranks=num_ranks,
+        rank=rank,
+        ranks_here=ranks_here,
+    )
