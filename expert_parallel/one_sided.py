@@ -5,8 +5,8 @@ graphs; for ranks whose GPUs reach each other's memory (expert_parallel/peer_mem
 
     dispatch   replicas are chosen, each row goes once to each rank with any of its experts    1 launch
                all ranks' rows are here; their (record, k) pairs are packed into slots         1 launch, then pack's
-    combine    exact: the row of every pair goes home     fast: a record's sum goes home       1 launch
-               all results are here; they are weighted and summed, with the norm               2 launches
+    combine    exact: the row of every pair goes home     fast: a record's sum goes home
+               while they come in, they are weighted and summed, with the norm                 1 launch, for both
 
 What replaces a collective's size exchange: a place for every token of every rank (kernels/peer_layout.py). What
 replaces its barriers: both ways signal in turns (kernels/peer_flags.py says why that is safe). All ranks bring equally
@@ -29,17 +29,18 @@ import torch
 from torch import Tensor
 
 from expert_parallel.group import ExpertGroup
-from expert_parallel.group_dispatcher import GroupDispatcher, Home
+from expert_parallel.group_dispatcher import GroupDispatcher
 from expert_parallel.peer_memory import symmetric_memory
 from expert_parallel.replicas import ReplicaTable
 from expert_parallel.rounds import RoundInput
 from kernels.pack import pack
 from kernels.pack_fp8 import pack_rows
-from kernels.peer_combine import return_rows
+from kernels.peer_combine import NormAfter, Results, Tokens, combine_home
 from kernels.peer_dispatch import send_rows
-from kernels.peer_flags import WayState, new_states, wait_for_peers
-from kernels.peer_layout import RETURNED, SENT, PeerLayout, Peers
+from kernels.peer_flags import RoundState, new_state, wait_for_peers
+from kernels.peer_layout import PeerLayout, Peers
 from kernels.quantize import FP8, Quantized, quantize_rows
+from kernels.rmsnorm import Norm
 
 MakePeers = Callable[[ExpertGroup, PeerLayout, torch.device], Peers]
 
@@ -49,13 +50,11 @@ _MOST_SETS = 2
 
 @dataclass
 class _Buffers:
-    """One set of buffers, and how far its two ways are."""
+    """One set of buffers, and how far its rounds are."""
 
     layout: PeerLayout
     peers: Peers
-    sent: WayState
-    returned: WayState
-    ones_BK: Tensor  # what sums weigh that have come home
+    state: RoundState
     in_use: bool = False
     stream: Any = None  # of the last round
 
@@ -69,8 +68,7 @@ class OneSidedHandle(NamedTuple):
 
     buffers: _Buffers
     packed_row_XK: Tensor  # the experts' row of each pair that arrived
-    home_row_BK: Tensor  # the row, among those that come home, of each of this rank's pairs (fast: of a token's rank)
-    weights_BK: Tensor
+    tokens: Tokens  # this rank's own
 
 
 class OneSidedDispatcher(GroupDispatcher):
@@ -123,14 +121,14 @@ class OneSidedDispatcher(GroupDispatcher):
         home_row_BK = send_rows(
             buffers.peers,
             layout,
-            buffers.sent,
+            buffers.state,
             quantize_rows(x_BD) if self.fp8_rows else x_BD,
             expert_ids_TK[:num_taken],
             weights_BK,
             self.replicas.columns,
         )
         self.traffic.rounds += 1
-        wait_for_peers(buffers.peers, layout, SENT, buffers.sent, num_taken, self.timeout_s)
+        wait_for_peers(buffers.peers, layout, buffers.state, num_taken, self.timeout_s)
 
         packed = pack(layout.slots_XK(own, num_taken), self._slots_S, len(self._slots_S))
         # The experts of a token are distinct, so no more of its pairs can be here.
@@ -146,42 +144,54 @@ class OneSidedDispatcher(GroupDispatcher):
             row_index_R=index_R,
             offsets_S1=offsets_S1,
             num_rows=num_rows,
-            handle=OneSidedHandle(buffers, packed.packed_row_TK, home_row_BK, weights_BK),
+            handle=OneSidedHandle(buffers, packed.packed_row_TK, Tokens(home_row_BK, weights_BK)),
             out_dtype=x_TD.dtype,
             num_taken=num_taken,
             more=num_taken < x_TD.shape[0],
         )
 
-    def _bring_home(self, y_RD: Tensor, handle: OneSidedHandle) -> Home:
-        buffers, num_tokens = handle.buffers, handle.home_row_BK.shape[0]
+    def combine_norm(
+        self, y_RD: Tensor, handle: OneSidedHandle, residual_TD: Tensor, norm: Norm, shared_TD: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        y_TD, new_residual_TD = self._finish(y_RD, handle, NormAfter(residual_TD, *norm, shared_TD))
+        assert new_residual_TD is not None, "a norm after the sum gives a residual"
+        return y_TD, new_residual_TD
+
+    def _bring_home(self, y_RD: Tensor, handle: OneSidedHandle) -> Tensor:
+        return self._finish(y_RD, handle, None)[0]
+
+    def _finish(self, y_RD: Tensor, handle: OneSidedHandle, after: NormAfter | None) -> tuple[Tensor, Tensor | None]:
+        """The complete sums, and what follows them."""
+        buffers, tokens = handle.buffers, handle.tokens
         assert buffers.in_use, "a handle is combined once"
         layout, own = buffers.layout, buffers.peers.own
-        weights_XK = layout.weights_XK(own, num_tokens) if layout.sums else None
-        return_rows(buffers.peers, layout, buffers.returned, y_RD, handle.packed_row_XK, weights_XK, num_tokens)
-        wait_for_peers(buffers.peers, layout, RETURNED, buffers.returned, num_tokens, self.timeout_s)
+        weights_XK = layout.weights_XK(own, tokens.home_row_BK.shape[0]) if layout.sums else None
+        results = Results(y_RD, handle.packed_row_XK, weights_XK)
+        done = combine_home(buffers.peers, layout, buffers.state, results, tokens, self.timeout_s, after)
         buffers.in_use = False
-        weights_BK = buffers.ones_BK[:num_tokens] if layout.sums else handle.weights_BK
-        return Home(layout.home_RD(own, num_tokens), handle.home_row_BK, weights_BK)
+        return done
 
     def check(self) -> None:
         """RuntimeError where a wait for another rank was given up, or a rank brought other rows. Waits for nobody: what
         the device has done so far is seen."""
         for buffers in self._sets:
-            for what, state in (("rows", buffers.sent), ("results", buffers.returned)):
-                if not state.faults_2N.any():
-                    continue
-                (late, other), own = state.faults_2N.tolist(), self.group.rank
+            faults_3N = buffers.state.faults_3N
+            if not faults_3N.any():
+                continue
+            (no_rows, other, no_results), own = faults_3N.tolist(), self.group.rank
+            brought = {rank: count - 1 for rank, count in enumerate(other) if count}
+            # What follows a fault on this rank is another: the first stage's come first.
+            for what, late in (("rows", no_rows), ("results", [] if brought else no_results)):
                 for rank, epoch in enumerate(late):
                     if epoch:
                         raise RuntimeError(
                             f"one_sided: rank {own} waited {self.timeout_s:g} s (parallel.timeout_s) for the {what} "
                             f"of rank {rank} in round {epoch}; it has ended, or hangs."
                         )
-                brought = {rank: count - 1 for rank, count in enumerate(other) if count}
-                raise RuntimeError(
-                    f"one_sided: ranks {brought} (rank: rows) bring other numbers of rows than rank {own}; all must "
-                    "bring the same number, with padding."
-                )
+            raise RuntimeError(
+                f"one_sided: ranks {brought} (rank: rows) bring other numbers of rows than rank {own}; all must "
+                "bring the same number, with padding."
+            )
 
     @property
     def _pairs_here(self) -> int:
@@ -209,8 +219,7 @@ class OneSidedDispatcher(GroupDispatcher):
             layout = first or self._peer_layout(self._capacity(x_TD.shape[0]), x_TD.shape[1], x_TD.dtype)
             self._check_same_layout(layout)
             peers = self.make_peers(self.group, layout, self.device)
-            ones_BK = torch.ones(layout.capacity, self.top_k, device=self.device)
-            free = _Buffers(layout, peers, *new_states(layout.num_ranks, self.device), ones_BK)
+            free = _Buffers(layout, peers, new_state(layout.num_ranks, self.device))
             self._sets.append(free)
         free.in_use, free.stream = True, stream
         return free

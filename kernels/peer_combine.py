@@ -1,11 +1,16 @@
-"""Bring results home: written straight into the buffer of the rank that the token came from.
+"""Bring results home and sum them up there: one launch that writes into peers' buffers and reads what they write.
 
-Knows rows, records and peers' buffers; knows nothing of what an expert computes. One launch: it weights and sums where
-sums go home, writes, and tells every peer that its part is complete (peer_flags.py). The rank at home then combines
-what lies in its own buffer with kernels/combine.py, in routing order.
+Knows rows, records and peers' buffers; knows nothing of what an expert computes. Some programs write this rank's
+results for other ranks' tokens, each token's with a flag behind it (peer_flags.py); the others sum up this rank's own
+tokens as those come in, in routing order, with the norm that follows. So rows travel while others are summed: results
+that stay here are read where the experts left them.
 
 Rows are written by their source and not fetched by their home: of two H200s a write reaches 375 GB/s and a read 359,
 and a write needs no answer before the next.
+
+No rank waits for a program that cannot run: those that write come first in the grid and wait for nothing. All of them
+together leave room on a multiprocessor for a second such launch (halves of a step, which may meet in another order on
+another rank), and the launch behind is placed only when this one ends.
 """
 
 # Launch options such as num_warps are no parameters of a kernel.
@@ -13,166 +18,325 @@ and a write needs no answer before the next.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kernels.checks import assert_dtype, assert_last_contiguous, assert_shape, cdiv, next_power_of_2, uses_triton
-from kernels.combine import add_experts, combine_reference
-from kernels.dependent_launch import dependent_launch, wait_for_inputs
-from kernels.peer_flags import WayState, signal_peers, signal_reference
-from kernels.peer_layout import RETURNED, PeerLayout, Peers
+from kernels.checks import assert_dtype, assert_last_contiguous, assert_shape, cdiv, uses_triton
+from kernels.combine import combine_norm_reference, combine_reference
+from kernels.dependent_launch import dependent_launch
+from kernels.peer_flags import RoundState, wait_done_reference, wait_limit, wait_until_done
+from kernels.peer_layout import PeerLayout, Peers
+from kernels.peer_tiles import send_tile, sum_tile
+from kernels.rmsnorm import norm_tile
 
-MOST_PROGRAMS = 2048
-"""As in peer_dispatch.py."""
+MOST_SENDERS = 264
+MOST_SUMMERS = 264
+"""Programs."""
 
-_PIECE_ELEMENTS = 8192
-"""Of a record's K rows, for one program: all its loads are under way at once."""
+PIECES = 4
+"""Groups of tokens that a sender takes one after another, where there are many: each ends with a flag, which costs it a
+way to the other rank and back."""
 
-_SUM_COLUMNS = 1024
-"""Of a sum, for one program: 16 bytes for each thread of 4 warps."""
+_COLUMNS = 2048
+"""Of a row at a time."""
 
 
-def return_rows(
+class NormAfter(NamedTuple):
+    """What follows the sum: `combine_norm` of combine.py says how."""
+
+    residual_BD: Tensor
+    norm_D: Tensor
+    eps: float
+    shared_BD: Tensor | None = None
+
+
+class Results(NamedTuple):
+    """Rows of this rank's experts, and whose they are. B tokens of each of N ranks: record r * B + t."""
+
+    y_RD: Tensor
+    packed_row_XK: Tensor
+    """int32 [N * B, K]: the row of each choice, -1 where it is not here."""
+    weights_XK: Tensor | None
+    """fp32 [N * B, K], where sums go home."""
+
+
+class Tokens(NamedTuple):
+    """This rank's own, as they were sent: `home_row` is what `send_rows` returned."""
+
+    home_row_BK: Tensor
+    weights_BK: Tensor
+
+
+def combine_home(
     peers: Peers,
     layout: PeerLayout,
-    state: WayState,
-    y_RD: Tensor,
-    packed_row_XK: Tensor,
-    weights_XK: Tensor | None,
-    num_tokens: int,
-) -> None:
-    """Writes y_RD[packed_row_XK[r * B + t, k]] to row t * K + k of rank r's `home_RD`, or, with weights, the sum over k
-    (fp32, k ascending, one cast) to its row rank * B + t; then signals. B = num_tokens, the same on all ranks.
+    state: RoundState,
+    results: Results,
+    tokens: Tokens,
+    timeout_s: float,
+    after: NormAfter | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Sends results to all ranks and returns what `combine` gives of this rank's own, or `combine_norm` with `after`.
 
-    packed_row_XK int32 [N * B, K], -1 where there is no row here: nothing is written for it. `return_rows_reference`
-    is the definition.
+    Choice k of token t adds weights_BK[t, k] * y[packed_row] (fp32, k ascending, one cast), of whichever rank has the
+    row. Where sums go home each rank first sums what it has of a token in the same way, rounds it, and the ranks' sums
+    are added, each where its first choice stands. `combine_home_reference` is the definition.
     """
-    run = return_rows_triton if uses_triton(peers.own) else return_rows_reference
-    run(peers, layout, state, y_RD, packed_row_XK, weights_XK, num_tokens)
+    run = combine_home_triton if uses_triton(peers.own) else combine_home_reference
+    return run(peers, layout, state, results, tokens, timeout_s, after)
 
 
 # home_r[t * K + k] = y[row[r * B + t, k]], or home_r[rank * B + t] = sum over k of weights[r * B + t, k] * y[row[..]]
-#   addresses_ptr int64 [N]: of each rank's buffer; progress_ptr int64 [2]; y_ptr [R, D], rows strided
-#   row_ptr int32 [N * B, K]; weights_ptr fp32 [N * B, K] where SUMS, else unused
-#   grid (at most MOST_PROGRAMS,): a piece is BLOCK_D columns of one record; a program takes every grid-th piece.
-#   K and D are filled up by masks.
+# out[t] = sum over k of w[t, k] * (y[row[rank * B + t, k]] or home[home_row[t, k]]), then what combine.py's norm does
+#   addresses_ptr int64 [N]: of each rank's buffer; progress_ptr int64 [2]; stopped_ptr int64 [1]; faults_ptr int64 [N]
+#   y_ptr [R, D], rows strided; row_ptr int32 [N * B, K]; weights_ptr fp32 [N * B, K] where SUMS, else unused
+#   home_row_ptr int32, home_weights_ptr fp32 [B, K]; shared_ptr, residual_ptr [B, D], rows strided, norm_ptr [D], or
+#   None; out_ptr, sum_ptr [B, D]
+#   grid (num_senders + summers,): of the first, each takes every num_senders-th (token group, other rank), of the rest
+#   each every so-manieth token group; a group is group_tiles tiles of BLOCK_R tokens. K and D are filled up by masks.
 
 
-@triton.jit(do_not_specialize=["num_tokens", "rank"])
-def _return_kernel(
+# Sizes of the batch are not specialised on: a kernel compiled in the middle of a run would stall it.
+@triton.jit(do_not_specialize=["num_tokens", "rank", "num_senders", "group_tiles", "limit"])
+def _home_kernel(
     addresses_ptr,
     progress_ptr,
+    stopped_ptr,
+    faults_ptr,
     y_ptr,
     row_ptr,
     weights_ptr,
+    home_row_ptr,
+    home_weights_ptr,
+    shared_ptr,
+    residual_ptr,
+    norm_ptr,
+    out_ptr,
+    sum_ptr,
     num_tokens,
     num_columns,
     stride_y,
+    stride_shared,
+    stride_residual,
+    eps,
     rank,
+    done_at,
     home_at,
-    flags_at,
+    num_senders,
+    group_tiles,
+    limit,
     NUM_RANKS: tl.constexpr,
     TOP_K: tl.constexpr,
     SUMS: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    BLOCK_R: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    ROW_D: tl.constexpr,
+    CLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    wait_for_inputs(PDL)
-    k = tl.arange(0, BLOCK_K)
-    num_blocks = tl.cdiv(num_columns, BLOCK_D)
-    for piece in range(tl.program_id(0), NUM_RANKS * num_tokens * num_blocks, tl.num_programs(0)):
-        # Homes take turns, and each rank begins with another: all links are busy all the time.
-        turn, block = piece // num_blocks, piece % num_blocks
-        home = (turn + rank) % NUM_RANKS
-        token = (turn // NUM_RANKS).to(tl.int64)
-        record = home.to(tl.int64) * num_tokens + token
-        d = block * BLOCK_D + tl.arange(0, BLOCK_D)
-        row = tl.load(row_ptr + record * TOP_K + k, mask=k < TOP_K, other=-1)
-        address = tl.load(addresses_ptr + home) + home_at
-        home_ptr = tl.multiple_of(address.to(tl.pointer_type(y_ptr.dtype.element_ty)), 16)
-        if tl.max(row, axis=0) >= 0:
-            if SUMS:
-                total = tl.zeros((BLOCK_D,), tl.float32)
-                total = add_experts(total, y_ptr, row_ptr, weights_ptr, record, True, d, num_columns, stride_y, TOP_K)
-                place = (rank.to(tl.int64) * num_tokens + token) * num_columns
-                tl.store(home_ptr + place + d, total.to(y_ptr.dtype.element_ty), mask=d < num_columns)
-            else:
-                here = (row >= 0)[:, None] & (d < num_columns)[None, :]
-                y = tl.load(y_ptr + row.to(tl.int64)[:, None] * stride_y + d[None, :], mask=here)
-                place = (token * TOP_K + k)[:, None] * num_columns
-                tl.store(home_ptr + place + d[None, :], y, mask=here)
-    signal_peers(addresses_ptr, progress_ptr, flags_at, rank, num_tokens, NUM_RANKS)
+    if PDL:
+        gdc_wait()
+    epoch = tl.load(progress_ptr)
+    num_tiles = tl.cdiv(num_tokens, BLOCK_R)
+    num_groups = tl.cdiv(num_tiles, group_tiles)
+    program = tl.program_id(0)
+    pointer = tl.pointer_type(y_ptr.dtype.element_ty)
+    own_first = rank.to(tl.int64) * num_tokens
+    if program < num_senders:
+        for piece in range(program, (NUM_RANKS - 1) * num_groups, num_senders):
+            # Homes take turns, and each rank begins with another: all links are busy all the time.
+            group, turn = piece // (NUM_RANKS - 1), piece % (NUM_RANKS - 1)
+            home = (rank + 1 + turn) % NUM_RANKS
+            address = tl.load(addresses_ptr + home)
+            for tile in range(group * group_tiles, tl.minimum((group + 1) * group_tiles, num_tiles)):
+                send_tile(
+                    tl.multiple_of((address + home_at).to(pointer), 16),
+                    y_ptr,
+                    row_ptr,
+                    weights_ptr,
+                    tile,
+                    home.to(tl.int64) * num_tokens,
+                    own_first,
+                    num_tokens,
+                    num_columns,
+                    stride_y,
+                    TOP_K,
+                    SUMS,
+                    BLOCK_R,
+                    BLOCK_D,
+                )
+            tl.debug_barrier()
+            done_ptr = (address + done_at).to(tl.pointer_type(tl.int64)) + own_first + group
+            tl.atomic_xchg(done_ptr, epoch, sem="release", scope="sys")
+    else:
+        own = tl.load(addresses_ptr + rank)
+        done_ptr = (own + done_at).to(tl.pointer_type(tl.int64))
+        for group in range(program - num_senders, num_groups, tl.num_programs(0) - num_senders):
+            for turn in tl.static_range(1, NUM_RANKS):  # pyright: ignore
+                source = (rank + turn) % NUM_RANKS
+                word_ptr = done_ptr + source.to(tl.int64) * num_tokens + group
+                wait_until_done(word_ptr, epoch, stopped_ptr, faults_ptr + source, limit, CLOCK)
+            for tile in range(group * group_tiles, tl.minimum((group + 1) * group_tiles, num_tiles)):
+                sum_tile(
+                    tl.multiple_of((own + home_at).to(pointer), 16),
+                    y_ptr,
+                    row_ptr,
+                    weights_ptr,
+                    home_row_ptr,
+                    home_weights_ptr,
+                    shared_ptr,
+                    residual_ptr,
+                    norm_ptr,
+                    out_ptr,
+                    sum_ptr,
+                    tile,
+                    own_first,
+                    num_tokens,
+                    num_columns,
+                    stride_y,
+                    stride_shared,
+                    stride_residual,
+                    eps,
+                    TOP_K,
+                    SUMS,
+                    BLOCK_R,
+                    BLOCK_D,
+                    ROW_D,
+                )
+    # The next launch is placed only now: its programs would wait in the room that another stream's may need.
+    if PDL:
+        gdc_launch_dependents()
 
 
-def return_rows_triton(
+def combine_home_triton(
     peers: Peers,
     layout: PeerLayout,
-    state: WayState,
-    y_RD: Tensor,
-    packed_row_XK: Tensor,
-    weights_XK: Tensor | None,
-    num_tokens: int,
-) -> None:
-    """`return_rows` as one launch; with no records too, since the others wait for the signal."""
-    _check_operands(layout, y_RD, packed_row_XK, weights_XK, num_tokens)
-    block_k = next_power_of_2(layout.top_k)
-    piece = _SUM_COLUMNS if layout.sums else max(_PIECE_ELEMENTS // block_k, 128)
-    block_d = min(next_power_of_2(layout.width), piece)
-    num_pieces = layout.num_ranks * num_tokens * cdiv(layout.width, block_d)
-    _return_kernel[(max(1, min(num_pieces, MOST_PROGRAMS)),)](
+    state: RoundState,
+    results: Results,
+    tokens: Tokens,
+    timeout_s: float,
+    after: NormAfter | None = None,
+    *,
+    sends: bool = True,
+    sums: bool = True,
+) -> tuple[Tensor, Tensor | None]:
+    """`combine_home` as one launch; or its halves as one each, first all ranks' sends, for ranks that take turns."""
+    _check_operands(layout, results, tokens, after)
+    num_tokens = tokens.home_row_BK.shape[0]
+    out_BD = results.y_RD.new_empty(num_tokens, layout.width)
+    sum_BD = None if after is None else torch.empty_like(out_BD)
+    if num_tokens == 0:
+        return out_BD, sum_BD
+    block_r, row_d, num_warps = norm_tile(layout.width)
+    num_tiles, others = cdiv(num_tokens, block_r), layout.num_ranks - 1
+    group_tiles = max(1, others * num_tiles // (PIECES * MOST_SENDERS))
+    num_groups = cdiv(num_tiles, group_tiles)
+    num_senders = min(others * num_groups, MOST_SENDERS) if sends else 0
+    num_summers = min(num_groups, MOST_SUMMERS) if sums else 0
+    residual_BD, norm_D, eps, shared_BD = after or (None, None, 0.0, None)
+    clock = peers.own.is_cuda
+    _home_kernel[(num_senders + num_summers,)](
         peers.addresses_N,
         state.progress_2,
-        y_RD,
-        packed_row_XK,
-        packed_row_XK if weights_XK is None else weights_XK,
+        state.stopped_1,
+        state.faults_3N[2],
+        results.y_RD,
+        results.packed_row_XK,
+        results.packed_row_XK if results.weights_XK is None else results.weights_XK,
+        *tokens,
+        shared_BD,
+        residual_BD,
+        norm_D,
+        out_BD,
+        sum_BD,
         num_tokens,
         layout.width,
-        y_RD.stride(0),
+        results.y_RD.stride(0),
+        0 if shared_BD is None else shared_BD.stride(0),
+        0 if residual_BD is None else residual_BD.stride(0),
+        eps,
         peers.rank,
+        layout.done_at,
         layout.home_at,
-        layout.flags_at(RETURNED),
+        num_senders,
+        group_tiles,
+        wait_limit(timeout_s, clock=clock),
         NUM_RANKS=layout.num_ranks,
         TOP_K=layout.top_k,
         SUMS=layout.sums,
-        BLOCK_K=block_k,
-        BLOCK_D=block_d,
-        num_warps=4,
-        **dependent_launch(y_RD),
+        BLOCK_R=block_r,
+        BLOCK_D=min(row_d, _COLUMNS),
+        ROW_D=row_d,
+        CLOCK=clock,
+        num_warps=num_warps,
+        **dependent_launch(out_BD),
     )
+    return out_BD, sum_BD
 
 
-def _check_operands(
-    layout: PeerLayout, y_RD: Tensor, packed_row_XK: Tensor, weights_XK: Tensor | None, num_tokens: int
-) -> None:
+def _check_operands(layout: PeerLayout, results: Results, tokens: Tokens, after: NormAfter | None) -> None:
+    y_RD, packed_row_XK, weights_XK = results
+    num_tokens = tokens.home_row_BK.shape[0]
     assert num_tokens <= layout.capacity, f"{num_tokens} tokens, the buffers have room for {layout.capacity}"
     assert (weights_XK is not None) == layout.sums, "weights are for sums, and only for them"
-    shape = (layout.num_ranks * num_tokens, layout.top_k)
+    shape, own_shape = (layout.num_ranks * num_tokens, layout.top_k), (num_tokens, layout.top_k)
     assert_shape("y_RD", y_RD, (None, layout.width))
     assert_dtype("y_RD", y_RD, layout.dtype)
     assert_last_contiguous("y_RD", y_RD)
-    assert_shape("packed_row_XK", packed_row_XK, shape)
-    assert_dtype("packed_row_XK", packed_row_XK, torch.int32)
-    assert packed_row_XK.is_contiguous(), "packed_row_XK lies together"
-    if weights_XK is not None:
-        assert_shape("weights_XK", weights_XK, shape)
-        assert_dtype("weights_XK", weights_XK, torch.float32)
-        assert weights_XK.is_contiguous(), "weights_XK lies together"
+    words = {"packed_row_XK": (packed_row_XK, shape, torch.int32), "weights_XK": (weights_XK, shape, torch.float32)}
+    words |= {"home_row_BK": (tokens.home_row_BK, own_shape, torch.int32)}
+    words |= {"weights_BK": (tokens.weights_BK, own_shape, torch.float32)}
+    for name, (each, wanted, dtype) in words.items():
+        if each is not None:
+            assert_shape(name, each, wanted)
+            assert_dtype(name, each, dtype)
+            assert each.is_contiguous(), f"{name} lies together"
+    if after is not None:
+        rows = {"residual_BD": after.residual_BD, "shared_BD": after.shared_BD}
+        for name, each in rows.items():
+            if each is not None:
+                assert_shape(name, each, (num_tokens, layout.width))
+                assert_dtype(name, each, layout.dtype)
+                assert_last_contiguous(name, each)
+        assert_shape("norm_D", after.norm_D, (layout.width,))
+        assert_dtype("norm_D", after.norm_D, layout.dtype)
 
 
-def return_rows_reference(
+def combine_home_reference(
     peers: Peers,
     layout: PeerLayout,
-    state: WayState,
-    y_RD: Tensor,
-    packed_row_XK: Tensor,
-    weights_XK: Tensor | None,
-    num_tokens: int,
-) -> None:
-    """The definition, in plain torch."""
-    _check_operands(layout, y_RD, packed_row_XK, weights_XK, num_tokens)
+    state: RoundState,
+    results: Results,
+    tokens: Tokens,
+    timeout_s: float,
+    after: NormAfter | None = None,
+    *,
+    sends: bool = True,
+    sums: bool = True,
+) -> tuple[Tensor, Tensor | None]:
+    """The definition, in plain torch: results go home, all of them are waited for, and combine.py sums them up."""
+    _check_operands(layout, results, tokens, after)
+    num_tokens = tokens.home_row_BK.shape[0]
+    if sends:
+        _send_reference(peers, layout, state, results, num_tokens)
+    if not sums:
+        return results.y_RD.new_empty(0, layout.width), None
+    wait_done_reference(peers, layout, state, num_tokens, timeout_s)
+    home_RD = layout.home_RD(peers.own, num_tokens)
+    weights_BK = torch.ones_like(tokens.weights_BK) if layout.sums else tokens.weights_BK
+    if after is None:
+        return combine_reference(home_RD, tokens.home_row_BK, weights_BK), None
+    return combine_norm_reference(home_RD, tokens.home_row_BK, weights_BK, *after)
+
+
+def _send_reference(peers: Peers, layout: PeerLayout, state: RoundState, results: Results, num_tokens: int) -> None:
+    """To this rank's own buffer too. On CPUs that keep the order of stores (x86)."""
+    y_RD, packed_row_XK, weights_XK = results
     here_XK = packed_row_XK >= 0
     sums_XD = None if weights_XK is None else combine_reference(y_RD, packed_row_XK, weights_XK)
     for home, buffer in enumerate(peers.buffers):
@@ -185,4 +349,7 @@ def return_rows_reference(
             here_B = here_XK[of_home].any(dim=1)
             own = home_RD[peers.rank * num_tokens : (peers.rank + 1) * num_tokens]
             own[here_B] = sums_XD[of_home][here_B]
-    signal_reference(peers, layout, RETURNED, state, num_tokens)
+        if num_tokens:
+            done_B = layout.done_NB(buffer, num_tokens)[peers.rank]
+            done_B[:-1] = state.progress_2[0]
+            done_B[-1] = state.progress_2[0]

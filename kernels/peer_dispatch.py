@@ -20,8 +20,8 @@ from torch import Tensor
 
 from kernels.checks import assert_dtype, assert_last_contiguous, assert_shape, cdiv, next_power_of_2, uses_triton
 from kernels.dependent_launch import dependent_launch, wait_for_inputs
-from kernels.peer_flags import TOKEN_BITS, WayState, signal_peers, signal_reference
-from kernels.peer_layout import SENT, PeerLayout, Peers
+from kernels.peer_flags import TOKEN_BITS, RoundState, signal_peers, signal_reference
+from kernels.peer_layout import PeerLayout, Peers
 from kernels.quantize import FP8, Quantized
 from kernels.replica_choice import ReplicaColumns, choose_replicas_reference, replica_of
 
@@ -35,7 +35,7 @@ _PIECE_BYTES = 4096
 def send_rows(
     peers: Peers,
     layout: PeerLayout,
-    state: WayState,
+    state: RoundState,
     x: Tensor | Quantized,
     expert_ids_BK: Tensor,
     weights_BK: Tensor,
@@ -84,7 +84,6 @@ def _send_kernel(
     weights_at,
     scales_at,
     rows_at,
-    flags_at,
     NUM_RANKS: tl.constexpr,
     TOP_K: tl.constexpr,
     SUMS: tl.constexpr,
@@ -134,13 +133,13 @@ def _send_kernel(
                 home = tl.where(first, to_rank.to(tl.int64) * num_tokens + token, -1)
             home = tl.where(to_rank >= 0, home, -1)
             tl.store(home_row_ptr + token * TOP_K + k, home.to(tl.int32), mask=k < TOP_K)
-    signal_peers(addresses_ptr, progress_ptr, flags_at, rank, num_tokens, NUM_RANKS)
+    signal_peers(addresses_ptr, progress_ptr, rank, num_tokens, NUM_RANKS)
 
 
 def send_rows_triton(
     peers: Peers,
     layout: PeerLayout,
-    state: WayState,
+    state: RoundState,
     x: Tensor | Quantized,
     expert_ids_BK: Tensor,
     weights_BK: Tensor,
@@ -174,7 +173,6 @@ def send_rows_triton(
         layout.weights_at,
         layout.scales_at,
         layout.rows_at,
-        layout.flags_at(SENT),
         NUM_RANKS=layout.num_ranks,
         TOP_K=layout.top_k,
         SUMS=layout.sums,
@@ -211,7 +209,7 @@ def _check_operands(
 def send_rows_reference(
     peers: Peers,
     layout: PeerLayout,
-    state: WayState,
+    state: RoundState,
     x: Tensor | Quantized,
     expert_ids_BK: Tensor,
     weights_BK: Tensor,
@@ -231,7 +229,7 @@ def send_rows_reference(
             layout.scales_XG(buffer, num_tokens)[own][goes_B] = scales_GB.T[goes_B]
         if layout.sums:
             layout.weights_XK(buffer, num_tokens)[own][goes_B] = weights_BK[goes_B]
-    signal_reference(peers, layout, SENT, state, num_tokens)
+    signal_reference(peers, layout, state, num_tokens)
     token_B1 = torch.arange(num_tokens)[:, None]
     if layout.sums:
         return (first_BK.long() * num_tokens + token_B1).masked_fill(first_BK < 0, -1).int()

@@ -4,8 +4,8 @@ Every rank has one such buffer, all of one layout, so that a place is a number o
 bytes, shapes and numbers of ranks; knows no transport. A rank brings B tokens to a round, the same number on all; the
 B-th part of the room is used, from the front:
 
-    flags     int64 [2, N]      of each source: rows are sent, results are returned; see peer_flags.py
-    done      int64 [N, C]      of each source and group of this rank's tokens: their results are here, in epoch ...
+    flags     int64 [N]         of each source: its rows are here; see peer_flags.py
+    done      int64 [N, B]      of each source and token of this rank (or the first of a few): its results are here
     slots     int32 [N * B, K]  record r * B + t is token t of rank r: the slots it goes to here, -1 for all others
     weights   fp32 [N * B, K]   of each, only where sums go home
     scales    fp32 [N * B, G]   of each 128 columns, only of rows in fp8
@@ -30,8 +30,6 @@ from kernels.checks import cdiv
 from kernels.quantize import FP8, GROUP
 
 _ALIGNMENT = 256
-SENT, RETURNED = 0, 1
-"""The flags of the two ways."""
 
 
 class Peers(NamedTuple):
@@ -91,16 +89,13 @@ class PeerLayout:
     def home_at(self) -> int:
         return self._ends[5]
 
-    def flags_at(self, way: int) -> int:
-        return 8 * self.num_ranks * way
-
     @cached_property
     def _ends(self) -> tuple[int, ...]:
         """Where each part ends and the next begins."""
         records = self.num_ranks * self.capacity
         home_rows = records if self.sums else self.capacity * self.top_k
         sizes = (
-            8 * 2 * self.num_ranks,
+            8 * self.num_ranks,
             8 * self.num_ranks * self.capacity,
             4 * records * self.top_k,
             4 * records * self.top_k if self.sums else 0,
@@ -119,11 +114,11 @@ class PeerLayout:
         buffer[: self.slots_at].zero_()
         self.slots_XK(buffer, self.capacity).fill_(-1)
 
-    def flags_N(self, buffer: Tensor, way: int) -> Tensor:
-        return self._part(buffer, self.flags_at(way), (self.num_ranks,), torch.int64)
+    def flags_N(self, buffer: Tensor) -> Tensor:
+        return self._part(buffer, 0, (self.num_ranks,), torch.int64)
 
-    def done_NC(self, buffer: Tensor) -> Tensor:
-        return self._part(buffer, self.done_at, (self.num_ranks, self.capacity), torch.int64)
+    def done_NB(self, buffer: Tensor, num_tokens: int) -> Tensor:
+        return self._part(buffer, self.done_at, (self.num_ranks, num_tokens), torch.int64)
 
     def slots_XK(self, buffer: Tensor, num_tokens: int) -> Tensor:
         return self._part(buffer, self.slots_at, (self.num_ranks * num_tokens, self.top_k), torch.int32)

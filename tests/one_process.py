@@ -8,9 +8,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.replica_choice import ReplicaColumns
-from kernels.peer_flags import WayState, new_states
+from kernels.peer_flags import RoundState, new_state
 from kernels.peer_layout import PeerLayout, Peers
+from kernels.replica_choice import ReplicaColumns
 
 
 class OneProcess:
@@ -24,9 +24,7 @@ class OneProcess:
         for buffer in self.buffers:
             layout.clear(buffer)
         self.addresses_N = torch.tensor([buffer.data_ptr() for buffer in self.buffers], device=device)
-        self.states: list[tuple[WayState, WayState]] = [
-            new_states(layout.num_ranks, torch.device(device)) for _ in self.buffers
-        ]
+        self.states: list[RoundState] = [new_state(layout.num_ranks, torch.device(device)) for _ in self.buffers]
 
     def peers(self, rank: int) -> Peers:
         return Peers(rank, self.buffers, self.addresses_N)

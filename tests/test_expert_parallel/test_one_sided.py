@@ -344,16 +344,16 @@ def test_C22_buffers_of_other_sizes_are_never_made(tmp_path: Path) -> None:
 
 
 def test_buffer_bytes() -> None:
-    """10 tokens of 20 bf16 columns on 4 ranks, K = 3: flags of 64 bytes, slots of 480, rows of 1600 and results of
-    1200 (exact), or weights of 480 and sums of 1600 (fast), each up to a multiple of 256."""
+    """10 tokens of 20 bf16 columns on 4 ranks, K = 3: flags of 32 and of 320 bytes, slots of 480, rows of 1600 and
+    results of 1200 (exact), or weights of 480 and sums of 1600 (fast), each up to a multiple of 256."""
     placement = Placement.contiguous(8, 4)
     group = ExpertGroup(0, 4, None)  # pyright: ignore
     table = ReplicaTable(placement, 1, "cpu")
-    for combine, num_bytes in (("exact", 256 + 512 + 1792 + 1280), ("fast", 256 + 512 + 512 + 1792 + 1792)):
+    for combine, num_bytes in (("exact", 768 + 512 + 1792 + 1280), ("fast", 768 + 512 + 512 + 1792 + 1792)):
         dispatcher = OneSidedDispatcher(group, table, (2, 2, 2, 2), top_k=3, combine=combine, device="cpu")
         assert dispatcher.buffer_bytes(10, WIDTH, torch.bfloat16) == num_bytes
         assert dispatcher.held_bytes == 0
     capped = OneSidedDispatcher(group, table, (2, 2, 2, 2), top_k=3, row_cap=24, device="cpu")
-    assert capped.buffer_bytes(10, WIDTH, torch.bfloat16) == 256 + 256 + 512 + 256
+    assert capped.buffer_bytes(10, WIDTH, torch.bfloat16) == 256 + 256 + 256 + 512 + 256
     with pytest.raises(ValueError, match=r"parallel.row_cap=11 is less than 4 ranks x 3 experts per token"):
         OneSidedDispatcher(group, table, (2, 2, 2, 2), top_k=3, row_cap=11, device="cpu")

@@ -28,7 +28,6 @@ from expert_parallel.placement import Placement
 from expert_parallel.replicas import ReplicaTable, most_replicas
 from expert_parallel.rounds import Combine, rounds
 from kernels.peer_flags import TOKEN_BITS
-from kernels.peer_layout import SENT
 from kernels.quantize import QuantizedBlocks, quantize_blocks, supports_fp8
 from kernels.rmsnorm import Norm
 from kernels.routing import Routing
@@ -158,7 +157,7 @@ def rows_come_from_the_peer(group: ExpertGroup, device: torch.device) -> None:
     assert int(inputs.offsets_S1[-1]) == TOKENS
     in_peer = layout.rows_XD(buffers.peers.buffers[peer], TOKENS)
     assert_same_bits(in_peer[group.rank * TOKENS : (group.rank + 1) * TOKENS], batch.x_TD)
-    assert int(layout.flags_N(own, SENT)[peer]) == 1 << TOKEN_BITS | TOKENS
+    assert int(layout.flags_N(own)[peer]) == 1 << TOKEN_BITS | TOKENS
     dispatcher.combine(inputs.rows_XD.new_zeros(inputs.num_rows, WIDTH), inputs.handle)
     torch.cuda.synchronize()
     dispatcher.check()

@@ -8,7 +8,7 @@ import torch
 from kernels import peer_dispatch
 from kernels.peer_dispatch import _send_kernel, send_rows, send_rows_reference, send_rows_triton
 from kernels.peer_flags import TOKEN_BITS
-from kernels.peer_layout import SENT, PeerLayout
+from kernels.peer_layout import PeerLayout
 from kernels.quantize import FP8, Quantized, quantize_rows_reference
 from kernels.replica_choice import ReplicaColumns
 from tests.aot import ARCHS, aot, compile_ahead
@@ -42,14 +42,14 @@ def test_worked_example(sums: bool, home_rows: list[int]) -> None:
     weights_BK = torch.tensor([[0.5, 0.25]])
     for rank in range(2):
         home_BK = send_rows(
-            ranks.peers(rank), ranks.layout, ranks.states[rank][SENT], x_BD + rank, ids_BK, weights_BK, replicas
+            ranks.peers(rank), ranks.layout, ranks.states[rank], x_BD + rank, ids_BK, weights_BK, replicas
         )
         assert home_BK.tolist() == [home_rows]
     for rank, slots in enumerate(([1, -1], [-1, 0])):
         buffer = ranks.buffers[rank]
         assert ranks.layout.slots_XK(buffer, 1).tolist() == [slots, slots]
         assert ranks.layout.rows_XD(buffer, 1).tolist() == [x_BD[0].tolist(), (x_BD[0] + 1).tolist()]
-        assert ranks.layout.flags_N(buffer, SENT).tolist() == [1 << TOKEN_BITS | 1] * 2
+        assert ranks.layout.flags_N(buffer).tolist() == [1 << TOKEN_BITS | 1] * 2
         if sums:
             assert ranks.layout.weights_XK(buffer, 1).tolist() == [[0.5, 0.25]] * 2
 
@@ -63,7 +63,7 @@ def test_reference_against_loops() -> None:
             ids_BK, x_BD = draw_ids(20, 9, 4, seed=rank), torch.randn(20, 40)
             weights_BK = torch.rand(20, 4)
             home_BK = send_rows_reference(
-                ranks.peers(rank), layout, ranks.states[rank][SENT], x_BD, ids_BK, weights_BK, replicas
+                ranks.peers(rank), layout, ranks.states[rank], x_BD, ids_BK, weights_BK, replicas
             )
             for token in range(20):
                 expected = {peer: [-1] * 4 for peer in range(3)}
@@ -113,17 +113,17 @@ def compare_kernel(
             home_BK = send_rows_triton(
                 ours.peers(rank),
                 layout,
-                ours.states[rank][SENT],
+                ours.states[rank],
                 x_there,
                 ids_BK.to(device),
                 weights_BK.to(device),
                 on_device,
             )
             meant_BK = send_rows_reference(
-                wanted.peers(rank), layout, wanted.states[rank][SENT], x, ids_BK, weights_BK, replicas
+                wanted.peers(rank), layout, wanted.states[rank], x, ids_BK, weights_BK, replicas
             )
             assert torch.equal(home_BK.cpu(), meant_BK)
-            assert ours.states[rank][SENT].progress_2.tolist() == [epoch + 1, 0]
+            assert ours.states[rank].progress_2.tolist() == [epoch + 1, 0]
     ours.assert_same_bytes(wanted)
 
 
@@ -163,7 +163,7 @@ def test_compiles(arch: int) -> None:
     args |= dict.fromkeys(pointers, "*i32")
     args |= dict.fromkeys(("addresses_ptr", "progress_ptr"), "*i64")
     args |= dict.fromkeys(("num_tokens", "num_columns", "num_experts", "num_replicas", "stride_x", "rank"), "i32")
-    args |= dict.fromkeys(("slots_at", "weights_at", "scales_at", "rows_at", "flags_at"), "i64")
+    args |= dict.fromkeys(("slots_at", "weights_at", "scales_at", "rows_at"), "i64")
     args |= {"NUM_RANKS": 8, "TOP_K": 8, "BLOCK_K": 8, "PDL": arch >= 90}
     fp8 = {"x_ptr": "*i8", "scales_ptr": "*fp32", "BLOCK_D": 4096, "BLOCK_G": 64}
     fp8 |= dict.fromkeys(("num_scales", "stride_scale_g", "stride_scale_t"), "i32")
