@@ -150,7 +150,7 @@ def _home_kernel(
     if program < num_senders:
         for piece in range(program, (NUM_RANKS - 1) * num_groups, num_senders):
             # Homes take turns, and each rank begins with another: all links are busy all the time.
-            group, turn = piece // (NUM_RANKS - 1), piece % (NUM_RANKS - 1)
+            group, turn = piece // (NUM_RANKS - 1), piece % (NUM_RANKS - 1)  # pyright: ignore
             home = (rank + 1 + turn) % NUM_RANKS
             address = tl.load(addresses_ptr + home)
             for tile in range(group * group_tiles, tl.minimum((group + 1) * group_tiles, num_tiles)):
