@@ -4,20 +4,27 @@
 
     one rank                  local          nothing travels
     several ranks, CPU        all_to_all     gloo has no graphs to gain, and only rows that are needed travel
-    several ranks, GPU
-        any rank has prompts  all_to_all     exact sizes: a prompt step has many rows, and its host sync costs little
-        decode alone          one_sided      where all ranks reach each other's memory: the fewest launches, each row
-                                             once per rank, no host sync: the step is replayed as a CUDA graph
-                              all_gather     elsewhere: fixed shapes and no host sync too, but every rank's rows go to
-                                             every rank, and min(K, slots) rows for each come back
+    several ranks, GPUs that reach each other's memory (and have tried it)
+        all steps             one_sided      the fewest launches, each row once per rank, no host sync, no collective
+    several ranks, other GPUs
+        any rank has prompts  all_to_all     exact sizes: each row once per rank, and the host waits once a round
+        decode alone          all_gather     fixed shapes and no host sync: the step is replayed as a CUDA graph; but
+                                             every rank's rows go to every rank, and min(K, slots) rows for each return
 
 A step is "decode alone" if no rank brings prompt rows: all ranks agree on that before it is launched.
 
-What it rests on: readings on two H200s (NV18). A kernel writes to the peer at 375 GB/s and reads at 359; NCCL's
-all_to_all_single moves 232 at 58.7 MB a rank, takes 27 us in a graph however little it moves, and 54 to 92 us outside
-of one; a decode layer needs two collectives. DeepEP 1.2.1 took 464 us for a dispatch of 4,096 tokens whose bytes NCCL
-moves in 253, so auto does not pick it. The dispatchers themselves have not been timed on several GPUs yet
-(`launch.bench workload=ep` does that): prompts stay with exact sizes until they have.
+What it rests on: `launch.bench workload=ep` on two H200s (NV18) at commit 6598068, 30 November 2026, us of dispatch and
+combine together, DeepSeek-V3's shape (D = 7168, E = 256, K = 8), even ranks, combine=exact | fast:
+
+    tokens of a rank    one_sided       all_to_all        all_gather        deep_ep
+    16384               3,807 | 1,667   6,354 | 3,419     9,311 | 2,892           | 4,545
+    4096                  989 |   442   3,073 | 2,701     2,533 |   863           | 1,275
+    128, in a graph        47 |    34   (2,463 | 2,198)     245 |   117           |   206 (its decode kernels)
+    16, in a graph         22 |    20   (2,461 | 2,249)     115 |    59           |    91
+
+one_sided was the fastest of all at every size, with both shapes and both ways to combine, even ranks and uneven ones:
+its time was 0.15 to 0.6 of the next best's (0.74 once). Read on two cards of one host; with more of them no other
+reading is known, and a round's rows are bounded as ever (`parallel.row_cap`).
 """
 
 from __future__ import annotations
@@ -133,8 +140,8 @@ def choose(
     if "one_sided" in problems:
         why = f"no rank needs another's memory for it, and one_sided cannot: {problems['one_sided']}"
         return Choice("all_to_all", "all_gather", f"auto: {num_ranks} GPUs; decode is graph-safe, {why}")
-    why = "a write to a peer's memory was read at 375 GB/s, NCCL's all_to_all at 232 and 27 us at least"
-    return Choice("all_to_all", "one_sided", f"auto: {num_ranks} GPUs that reach each other; decode: {why}")
+    why = "on two H200s it took 0.15 to 0.74 of the next dispatcher's time, for 16 to 16,384 tokens of a rank"
+    return Choice("one_sided", "one_sided", f"auto: {num_ranks} GPUs that reach each other's memory; {why}")
 
 
 def automatic_row_cap(row_cap: int | None, num_ranks: int, top_k: int, max_rows: int) -> int:

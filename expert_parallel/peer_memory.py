@@ -21,6 +21,8 @@ from torch.distributed._symmetric_memory import rendezvous
 from expert_parallel.group import ExpertGroup
 from kernels.peer_layout import PeerLayout, Peers
 
+_TRIED_BYTES = 4096
+
 
 @dataclass(frozen=True)
 class _Seat:
@@ -44,7 +46,30 @@ def peer_problem(group: ExpertGroup, device: torch.device) -> str | None:
     seat = _Seat(socket.gethostname(), f"GPU {index} ({own.name})", index, str(own.uuid))
     seats: list[_Seat] = group.gather_objects(seat)
     problems: list[str | None] = group.gather_objects(_problem_of(group.rank, seats))
-    return next((problem for problem in problems if problem is not None), None)
+    known = next((problem for problem in problems if problem is not None), None)
+    return known or meeting_problem(group, device)
+
+
+def meeting_problem(group: ExpertGroup, device: torch.device) -> str | None:
+    """Why no such memory can be made, tried with a little of it: drivers, containers and permissions may be against it.
+
+    The same text on every rank; all call it together.
+    """
+    tried: list[Tensor] = []
+    for attempt in (
+        lambda: tried.append(_empty(_TRIED_BYTES, device)),
+        lambda: rendezvous(tried[0], group.process_group),  # only where all have some: it waits for all
+    ):
+        own: str | None = None
+        try:
+            attempt()
+        except RuntimeError as error:
+            first_line = str(error).partition("\n")[0]
+            own = f"rank {group.rank} could not share memory with the others ({first_line})"
+        problems: list[str | None] = group.gather_objects(own)
+        if any(problems):
+            return next(problem for problem in problems if problem is not None)
+    return None
 
 
 def _problem_of(rank: int, seats: list[_Seat]) -> str | None:

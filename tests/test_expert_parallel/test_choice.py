@@ -7,6 +7,7 @@ import sys
 import pytest
 import torch
 
+from expert_parallel import peer_memory
 from expert_parallel.all_gather import AllGatherDispatcher
 from expert_parallel.choice import Dispatchers, automatic_row_cap, choose, dispatcher_problems, make_dispatchers
 from expert_parallel.deep_ep import DeepEPDecodeDispatcher
@@ -25,7 +26,7 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda")
         ("auto", 1, GPU, "local", "local"),
         ("all_gather", 1, GPU, "local", "local"),
         ("auto", 4, CPU, "all_to_all", "all_to_all"),
-        ("auto", 4, GPU, "all_to_all", "one_sided"),
+        ("auto", 4, GPU, "one_sided", "one_sided"),
         ("one_sided", 2, GPU, "one_sided", "one_sided"),
         ("one_sided", 1, CPU, "local", "local"),
         ("deep_ep", 2, GPU, "deep_ep", "deep_ep"),
@@ -93,3 +94,21 @@ def test_decode_of_deep_ep_has_a_dispatcher_of_its_own(monkeypatch: pytest.Monke
         choice = choose(name, 2, GPU)
         made = make_dispatchers(choice, group, placement, top_k=2, combine="fast", row_cap=None, device=CPU)
         assert type(made.decode) is decode_kind and (made.decode is made.prefill) == (name == "all_gather")
+
+
+def meets_nobody(rank: int, num_ranks: int) -> str | None:
+    """Rank 1's driver is against it."""
+
+    def no_memory(*_: object) -> None:
+        raise RuntimeError("CUDA driver error: operation not permitted\nat some line of some file")
+
+    vars(peer_memory)["_empty"] = no_memory if rank else lambda *_: None
+    vars(peer_memory)["rendezvous"] = lambda *_: None
+    return peer_memory.meeting_problem(world(rank, num_ranks), torch.device("cpu"))
+
+
+def test_memory_that_cannot_be_shared_is_a_problem_on_all_ranks() -> None:
+    """auto then takes collectives, and one_sided is refused with this text."""
+    text = "rank 1 could not share memory with the others (CUDA driver error: operation not permitted)"
+    assert run_ranks(meets_nobody, 2) == [text, text]
+    assert choose("auto", 2, GPU, {"one_sided": text}).decode == "all_gather"
