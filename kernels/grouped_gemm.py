@@ -27,6 +27,7 @@ from kernels.checks import (
     next_power_of_2,
     uses_triton,
 )
+from kernels.copy_rows import copy_rows
 from kernels.dependent_launch import dependent_launch
 from kernels.grouped_gemm_specialized import launch_specialized
 from kernels.grouped_gemm_tma import launch_tma, tma_serves
@@ -42,7 +43,7 @@ from kernels.row_tiles import (
     tile_of_program,
     tiles_until_slot,
 )
-from kernels.tiles import TileConfig, grouped_tile
+from kernels.tiles import TileConfig, grouped_tile, packs_rows
 
 _GROUP_M = 8
 """Row tiles that share a column's weights in the L2 cache. Measured on an H200: 8 and 16 within 3 % of each other."""
@@ -214,6 +215,10 @@ def _launch(
         return
     (num_rows, num_columns), (num_slots, _, width) = y_RN.shape, w_SND.shape
     products, by_blocks = 2 if swiglu else 1, tma_serves(x_XD, w_SND)
+    # Ranges may be of some slots alone, among calls for the others: what they do not name is not to be read.
+    whole = by_blocks and slot_step(offsets_S1) == 1
+    if row_index_R is not None and whole and packs_rows(x_XD, num_rows, num_slots):
+        x_XD, row_index_R = copy_rows(x_XD, row_index_R, offsets_S1), None
     tile = tile or grouped_tile(
         num_rows,
         num_slots,

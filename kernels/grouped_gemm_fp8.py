@@ -7,7 +7,7 @@ A K step is 128 columns, whose products have one scale for each (row, block of w
 from zero, then acc = fma(step, x's scale * w's scale, acc) in fp32, steps ascending and never split. On a GPU with
 wgmma the bits are the same for every tile, and with operands swapped. This file's kernel swaps them: the weights are
 the tensor core's M side, of which wgmma takes 64 at a time, the rows its N side, for which 16 will do. (mma.sync sums
-fp8 differently, so wgmma has to serve few rows too.) Many rows have a kernel of their own, grouped_gemm_fp8_tma.py.
+fp8 differently, so wgmma has to serve few rows too.) Many rows have kernels of their own.
 """
 
 # Launch options such as num_warps are no parameters of a kernel.
@@ -33,6 +33,7 @@ from kernels.checks import (
 )
 from kernels.dependent_launch import dependent_launch, wait_for_inputs
 from kernels.grouped_gemm import swiglu_reference
+from kernels.grouped_gemm_fp8_specialized import SpecializedTile, launch_fp8_specialized
 from kernels.grouped_gemm_fp8_tma import ManyRowsTile, launch_many_rows
 from kernels.linear import multiply_blocks
 from kernels.pack_fp8 import pack_rows
@@ -48,7 +49,7 @@ from kernels.row_tiles import (
     tile_of_program,
     tiles_until_slot,
 )
-from kernels.tiles import device_generation
+from kernels.tiles import MANY_ROWS, device_generation
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ class FewRowsTile:
     tma: bool = True
 
 
-Fp8Tile = FewRowsTile | ManyRowsTile
+Fp8Tile = FewRowsTile | ManyRowsTile | SpecializedTile
 
 
 def grouped_gemm_fp8(
@@ -114,6 +115,8 @@ def fp8_tile(x: Tensor, w: QuantizedBlocks, num_rows: int) -> Fp8Tile:
     width, rows = w.values.shape[-1], cdiv(num_rows, num_slots)
     if device_generation(x) < 9 or width % 16:
         return FewRowsTile(min(64, max(16, next_power_of_2(rows))), 64 // parts, 4, 3, tma=False)
+    if rows > MANY_ROWS and device_generation(x) == 9:
+        return SpecializedTile(3, 5)
     if rows > 16:
         return ManyRowsTile(64, 128 // parts, 4, 3)
     if rows > 8:
@@ -237,10 +240,13 @@ def grouped_gemm_fp8_triton(
     if y_RN.numel() == 0:
         return y_RN
     tile = tile or fp8_tile(x.values, w, num_rows)
-    if isinstance(tile, ManyRowsTile):
+    if not isinstance(tile, FewRowsTile):
         assert row_index_R is None or slot_step(offsets_S1) == 1, "rows with ranges are packed before"
         packed = x if row_index_R is None else pack_rows(x, row_index_R, offsets_S1)
-        launch_many_rows(packed, w, offsets_S1, y_RN, tile)
+        if isinstance(tile, ManyRowsTile):
+            launch_many_rows(packed, w, offsets_S1, y_RN, tile)
+        else:
+            launch_fp8_specialized(packed, w, offsets_S1, y_RN, tile)
         return y_RN
     assert parts * tile.block_n >= 64, f"{tile}: wgmma takes 64 rows of weights, and mma.sync gives other bits"
     w_PND = w.values.view(num_slots * parts, num_columns, width)

@@ -35,7 +35,7 @@ from kernels.tiles import TileConfig, num_multiprocessors
 
 
 @gluon.jit
-def _advance(offsets_ptr, slot, passed, program, num_slots, tiles_n, SLOT_STEP: gl.constexpr, BLOCK_M: gl.constexpr):
+def advance(offsets_ptr, slot, passed, program, num_slots, tiles_n, SLOT_STEP: gl.constexpr, BLOCK_M: gl.constexpr):
     """From a slot at or before the program's: (its slot, tiles of the slots before it, first row, end of its rows)."""
     start = gl.load(offsets_ptr + slot * SLOT_STEP)
     end = gl.load(offsets_ptr + slot * SLOT_STEP + 1)
@@ -79,7 +79,7 @@ def _produce(
     tiles_n = (num_columns + BLOCK_N - 1) // BLOCK_N
     program = gl.program_id(0)
     step = program * 0
-    slot, passed, start, end = _advance(offsets_ptr, step, step, program, num_slots, tiles_n, SLOT_STEP, BLOCK_M)
+    slot, passed, start, end = advance(offsets_ptr, step, step, program, num_slots, tiles_n, SLOT_STEP, BLOCK_M)
     while slot < num_slots:
         tile_m, tile_n = tile_of_program(program - passed, (end - start + BLOCK_M - 1) // BLOCK_M, tiles_n, TILE[3])
         first_row = start + tile_m * BLOCK_M
@@ -112,12 +112,12 @@ def _produce(
                 tma.async_copy_global_to_shared(x, [first_row, first], ready, xs.index(stage))
             step += 1
         program += gl.num_programs(0)
-        slot, passed, start, end = _advance(offsets_ptr, slot, passed, program, num_slots, tiles_n, SLOT_STEP, BLOCK_M)
+        slot, passed, start, end = advance(offsets_ptr, slot, passed, program, num_slots, tiles_n, SLOT_STEP, BLOCK_M)
 
 
 @gluon.jit
-def _write(out, value, first_row, end, first_n, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
-    """`out` is (y_ptr, its stride, its columns)."""
+def write_rows(out, value, first_row, end, first_n, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
+    """Those rows of a tile that lie before `end`. `out` is (y_ptr, its stride, its columns)."""
     y_ptr, stride_y, num_columns = out
     OUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // COLUMNS, COLUMNS // 8], [4, 1], [1, 0])
     row = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, OUT))
@@ -171,10 +171,10 @@ def _tile(
     low, high = acc.reshape([ROWS, 2, HALF]).permute(0, 2, 1).split()
     first_row, end, first_n = place
     if SWIGLU:
-        low = gl.div_rn(low, 1.0 + gl.exp(-low)) * high
-    _write(out, low, first_row, end, first_n, ROWS, HALF)
+        low = low / (1.0 + gl.exp(-low)) * high
+    write_rows(out, low, first_row, end, first_n, ROWS, HALF)
     if not SWIGLU:
-        _write(out, high, first_row, end, first_n + HALF, ROWS, HALF)
+        write_rows(out, high, first_row, end, first_n + HALF, ROWS, HALF)
     return step
 
 
@@ -202,7 +202,7 @@ def _consume(
     program = gl.program_id(0) + GROUP * gl.num_programs(0)
     step = GROUP * steps
     turn = step * 0
-    slot, passed, start, end = _advance(offsets_ptr, turn, turn, program, num_slots, tiles_n, SLOT_STEP, BLOCK_M)
+    slot, passed, start, end = advance(offsets_ptr, turn, turn, program, num_slots, tiles_n, SLOT_STEP, BLOCK_M)
     while slot < num_slots:
         tile_m, tile_n = tile_of_program(program - passed, (end - start + BLOCK_M - 1) // BLOCK_M, tiles_n, TILE[3])
         first_row = start + tile_m * BLOCK_M
@@ -214,7 +214,7 @@ def _consume(
         step += steps
         turn += 1
         program += 2 * gl.num_programs(0)
-        slot, passed, start, end = _advance(offsets_ptr, slot, passed, program, num_slots, tiles_n, SLOT_STEP, BLOCK_M)
+        slot, passed, start, end = advance(offsets_ptr, slot, passed, program, num_slots, tiles_n, SLOT_STEP, BLOCK_M)
 
 
 # y[r, n] as kernels/grouped_gemm.py defines it.
@@ -283,10 +283,15 @@ def _grouped_gemm_specialized_kernel(
     )
 
 
-_DTYPES: dict[torch.dtype, gl.dtype] = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
+_DTYPES: dict[torch.dtype, gl.dtype] = {
+    torch.bfloat16: gl.bfloat16,
+    torch.float16: gl.float16,
+    torch.float8_e4m3fn: gl.float8e4nv,
+}
 
 
-def _descriptor(x_MK: Tensor, rows: int, columns: int) -> TensorDescriptor:
+def descriptor(x_MK: Tensor, rows: int, columns: int) -> TensorDescriptor:
+    """What the copy engine reads boxes of so many rows and columns by."""
     layout = gl.NVMMASharedLayout.get_default_for([rows, columns], _DTYPES[x_MK.dtype])
     return TensorDescriptor(x_MK, list(x_MK.shape), list(x_MK.stride()), [rows, columns], layout)
 
@@ -304,11 +309,11 @@ def launch_specialized(
 ) -> None:
     """Fills y_RN. Operands as `grouped_gemm` checks them, and as `tma_serves` wants them; 16-bit."""
     (num_rows, num_columns), (num_slots, _, width) = y_RN.shape, w_SND.shape
-    x = x_XD if row_index_R is not None else _descriptor(x_XD, tile.block_m, tile.block_k)
+    x = x_XD if row_index_R is not None else descriptor(x_XD, tile.block_m, tile.block_k)
     tiles = most_row_tiles(num_rows, num_slots, tile.block_m) * cdiv(num_columns, tile.block_n)
     _grouped_gemm_specialized_kernel[(min(tiles, num_multiprocessors(x_XD.device)),)](
         x,
-        _descriptor(w_SND.view(-1, width), tile.block_n, tile.block_k),
+        descriptor(w_SND.view(-1, width), tile.block_n, tile.block_k),
         offsets_S1,
         row_index_R,
         y_RN,

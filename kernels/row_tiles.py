@@ -83,5 +83,9 @@ def slot_of_program(tiles_until, program):
 
 @triton.jit
 def swiglu(gate, up):
-    """silu(gate) * up in fp32."""
-    return tl.div_rn(gate, 1.0 + tl.exp(-gate)) * up
+    """silu(gate) * up in fp32.
+
+    The GPU's quick division is off by two units in the last place at most, the same ones in every kernel. Divided as
+    IEEE wants it, the activation cost a tenth of a product with many rows (H200, 2048 columns: 833 against 953 us).
+    """
+    return gate / (1.0 + tl.exp(-gate)) * up

@@ -156,14 +156,36 @@ def grouped_tile(
     if dtype == torch.float32:
         return _fp32_tile(cdiv(num_rows, num_slots), num_products)
     return grouped_rule(
-        num_rows, num_slots, generation, num_products=num_products, gathered=gathered, by_blocks=by_blocks
+        num_rows, num_slots, width, generation, num_products=num_products, gathered=gathered, by_blocks=by_blocks
     )
 
 
+MANY_ROWS = 384
+"""More rows a slot than these on average are copied in order, and multiplied in the largest tiles."""
+
+
+def packs_rows(x: Tensor, num_rows: int, num_slots: int) -> bool:
+    """Whether rows of x that a product would gather are copied in order first (kernels/copy_rows.py): many of 16 bits,
+    where blocks are read by the copy engine.
+
+    The copy writes what the product then reads many times. Measured on an H200, first products with 512 and more rows a
+    slot, gathered / in order, microseconds: qwen3 846 / 750, dsv2-lite 1245 / 960, 60 experts of 2880 x 1408 1189 /
+    964, mixtral with 4096 rows 14229 / 12615, dsv3-ep8 13702 / 12253. With 256 rows (qwen3) 473 / 436, and the copy 45.
+    """
+    return device_generation(x) >= 9 and x.element_size() == 2 and cdiv(num_rows, num_slots) > MANY_ROWS
+
+
 def grouped_rule(
-    num_rows: int, num_slots: int, generation: int, *, num_products: int, gathered: bool, by_blocks: bool = True
+    num_rows: int,
+    num_slots: int,
+    width: int,
+    generation: int,
+    *,
+    num_products: int,
+    gathered: bool,
+    by_blocks: bool = True,
 ) -> TileConfig:
-    """The rule for 16-bit operands.
+    """The rule for 16-bit operands; width is K.
 
     Measured on an H200 over the layers qwen3 (128 experts), mixtral (8) and dsv3-ep8 (32), the two products one after
     the other, microseconds:
@@ -171,13 +193,17 @@ def grouped_rule(
       s6 and 16x64x128 s6 26.2 / 177.5 / 174.4; of ten other pairs the best 25.3 / 171 / 167, each time another one.
     - 8 tokens: 127 / 598 / 584 and 125 / 591 / 582 (110 / 578 / 576).
     - 16 rows a slot: tma 32x64x128 s3 and 32x128x128 s3 take 297 / 653 / 652 (273 / 638 / 638); pointers 306 / 678 /
-      679.
+      679. In a later run, the two products of 256 tokens: qwen3 (16 rows) 194 + 102, specialized 64x64x128 s4 and
+      64x128x128 s4 193 + 100; dsv2-lite (24 rows) 182 + 95, specialized 179 + 91.
     - 64 rows: specialized 128x64x64 s6 and 128x128x64 s6 take 343 / 772 / 779; 64x64x128 s4 and 64x128x128 s4 349 /
       785 / 780; tma 362 / 790 / 791.
     - 256 rows: specialized 64x128x64 s5 and 64x256x64 s5 take 705 / 1593 / 1566; tma 740 / 1876 / 1764.
-    - 16384 tokens, 1024 / 4096 / 4096 rows, the card at its power limit, the first product: tma 128x128x64 w8 s3 1646 /
-      13460 / 13385, specialized 64x128x64 s5 1810 / 13833 / 13682; the second: tma 128x256x64 w8 s4 813 / 5931 / 6324,
-      specialized 128x128x64 s6 837 / 6592 / 6553. (A library product of 8192^3 ran at 666 to 688 TFLOP/s beside them.)
+    - From 512 rows on, rows in order, the card at its power limit (a library product of 8192^3 at 610 to 675 TFLOP/s
+      beside them), tma 128x256x64 w8 s4 (of gate and up 128x128) against specialized 128x128x64 s6, by K. First
+      products: 2048: qwen3 788 / 750 (512 rows) and 1487 / 1358 (1024), dsv2-lite 1037 / 964; 2880: 1002 / 964; 4096:
+      mixtral 12615 / 13354; 7168: dsv3-ep8 12253 / 14277. Second: 768: qwen3 423 / 359, 780 / 659; 1408: dsv2-lite 511
+      / 471, 60 experts 531 / 464; 2048: dsv3-ep8 6168 / 6177; 14336: mixtral 5911 / 6542. A short sum leaves much time
+      to writing, which one group of warps does while the other multiplies; a long one is fed best by the largest tile.
     - One slot, rows in order, gate and up of F columns, D 2048, F 10944 / 2816: 64 rows, specialized 64x64x128 s4 37.6
       / 18.6, 128x64x64 s6 43.8 / 20.6; 4096 rows, specialized 128x64x64 s6 520 / 138, tma 522 / 154, pointers 686 / 193
       (the library without the activation 490 / 136).
@@ -188,18 +214,18 @@ def grouped_rule(
     if generation < 9 or not by_blocks or rows <= (8 if ragged else 16):
         return _pointer_rule(num_rows, rows, generation, num_products)
     wide = 2 // num_products
-    if rows <= 24:
+    if rows <= (12 if generation == 9 else 24):
         return TileConfig(32, 64 * wide, 128, 4, 3, "tma")
     if generation == 9 and rows <= (48 if ragged else 64):
         return TileConfig(64, 64 * wide, 128, 4, 4, "specialized")
     if generation == 9 and rows <= 96:
         return TileConfig(128, 64 * wide, 64, 4, 6, "specialized")
-    if generation == 9 and rows <= 512:
+    if generation == 9 and rows <= MANY_ROWS:
         return TileConfig(64, 128 * wide, 64, 4, 5, "specialized")
     if rows <= 96:
         return TileConfig(64, 128 * wide, 64, 8, 4, "tma")
-    if generation == 9 and num_products == 2 and not gathered:
-        return TileConfig(128, 64, 64, 4, 6, "specialized")
+    if generation == 9 and width <= 3072 and not gathered:
+        return TileConfig(128, 64 * wide, 64, 4, 6, "specialized")
     return TileConfig(128, 128 * wide, 64, 8, 3 if gathered else 4, "tma")
 
 

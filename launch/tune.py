@@ -28,6 +28,7 @@ from torch import Tensor
 
 from kernels.grouped_gemm import grouped_gemm_swiglu_triton, grouped_gemm_triton
 from kernels.tiles import (
+    MANY_ROWS,
     TileConfig,
     device_generation,
     grouped_rule,
@@ -171,7 +172,8 @@ def compile_tile(shape: LayerShape, which: Product, tile: TileConfig) -> str | N
         if which == "gemm1":
             w_S2FD = empty(shape.num_experts, 2 * shape.width, shape.hidden)
             x_XD = empty(16, shape.hidden)
-            grouped_gemm_swiglu_triton(x_XD, w_S2FD, offsets_S1, row_index_R=index_R, num_rows=16, tile=tile)
+            for rows in (index_R, None):  # gathered, or of many rows copied in order
+                grouped_gemm_swiglu_triton(x_XD, w_S2FD, offsets_S1, row_index_R=rows, num_rows=16, tile=tile)
         else:
             w_SDF = empty(shape.num_experts, shape.hidden, shape.width)
             grouped_gemm_triton(empty(16, shape.width), w_SDF, offsets_S1, num_rows=16, tile=tile)
@@ -260,9 +262,10 @@ def num_products(which: Product) -> int:
 
 def rule_tile(shape: LayerShape, which: Product, num_tokens: int, generation: int) -> TileConfig:
     """What the rule says, whatever the table does."""
-    num_rows = num_tokens * shape.top_k
-    gathered = which == "gemm1"
-    return grouped_rule(num_rows, shape.num_experts, generation, num_products=num_products(which), gathered=gathered)
+    num_rows, first = num_tokens * shape.top_k, which == "gemm1"
+    gathered = first and num_rows <= MANY_ROWS * shape.num_experts
+    width, products = shape.hidden if first else shape.width, num_products(which)
+    return grouped_rule(num_rows, shape.num_experts, width, generation, num_products=products, gathered=gathered)
 
 
 Tuned = dict[str, dict[int, TileConfig]]

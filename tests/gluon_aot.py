@@ -17,7 +17,8 @@ from tests.aot import SHARED_MEMORY
 
 def box(dtype: str, rows: int, columns: int) -> str:
     """The type string of a descriptor whose boxes are swizzled by 128 bytes."""
-    return f"tensordesc<{dtype}[{rows}, {columns}],{gl.NVMMASharedLayout(128, 16, 2)!r}>"
+    bits = 8 if dtype.startswith("fp8") else 16
+    return f"tensordesc<{dtype}[{rows}, {columns}],{gl.NVMMASharedLayout(128, bits, 2)!r}>"
 
 
 def compile_gluon_ahead(kernel, args: Mapping[str, object], *, num_warps: int = 4) -> str:

@@ -15,7 +15,7 @@ from kernels.grouped_gemm import (
     grouped_gemm_swiglu_triton,
     grouped_gemm_triton,
 )
-from kernels.tiles import TileConfig, grouped_rule
+from kernels.tiles import TileConfig, grouped_rule, packs_rows
 from tests.aot import ARCHS, aot, compile_ahead
 from tests.compare import assert_close_as_torch, assert_same_bits, max_rel
 from tests.shapes import HIDDEN, INTERMEDIATE, NUM_TOKENS, WILD_INDEX
@@ -226,6 +226,28 @@ def test_many_tiles_a_program(triton_op, reference, swiglu, at):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("width", [512, 4096])
+@pytest.mark.parametrize(("triton_op", "reference", "swiglu"), OPS)
+def test_many_rows_are_copied_in_order(triton_op, reference, swiglu, width):
+    """The rule's choice for a short sum and a long one. Bits are those of gathered rows, of a few, and of one."""
+    counts = (1200, 0, 300, 1)
+    options = {"dtype": torch.bfloat16, "device": "cuda", "swiglu": swiglu, "indexed": True}
+    check(triton_op, counts, width, 272, **options)
+    x_XD = draw(700, width, dtype=torch.bfloat16, device="cuda")
+    w_SND = draw(4, 272, width, dtype=torch.bfloat16, device="cuda", seed=1)
+    index_R = (torch.arange(1501, device="cuda") * 37 % 700).to(torch.int32)
+    assert packs_rows(x_XD, 1501, 3) and not packs_rows(x_XD, 1501, 4)
+    whole = triton_op(x_XD, w_SND[:3], offsets_of((1200, 0, 301), "cuda"), row_index_R=index_R, num_rows=1501)
+    ranges_S2 = int32([[0, 1200], [1200, 1200], [1200, 1501]], "cuda")
+    assert_same_bits(triton_op(x_XD, w_SND[:3], ranges_S2, row_index_R=index_R, num_rows=1501), whole)
+    gathered = triton_op(x_XD, w_SND, offsets_of((1200, 0, 301, 0), "cuda"), row_index_R=index_R, num_rows=1501)
+    assert_same_bits(gathered, whole)
+    for row, slot in ((0, 0), (1199, 0), (1200, 2), (1500, 2)):
+        one = triton_op(x_XD, w_SND[slot][None], int32([0, 1], "cuda"), row_index_R=index_R[row:][:1], num_rows=1)
+        assert_same_bits(one, whole[row : row + 1])
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize(("triton_op", "reference", "swiglu"), OPS)
 def test_operands_that_no_block_can_read_take_pointers(triton_op, reference, swiglu):
     """Rows of 36 columns are 72 bytes, no multiple of 16."""
@@ -283,7 +305,7 @@ def test_compiles_for_one_slot_and_one_column():
 def test_compiles(arch, rows, even, swiglu):
     """The rule's tile for a few rows; for many the largest one of cards without TMA."""
     products = 2 if swiglu else 1
-    tile = grouped_rule(rows, 1, min(arch // 10, 8), num_products=products, gathered=swiglu)
+    tile = grouped_rule(rows, 1, 2048, min(arch // 10, 8), num_products=products, gathered=swiglu)
     args: dict[str, object] = {
         "num_columns": "i32",
         "width": "i32",

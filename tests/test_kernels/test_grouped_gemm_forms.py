@@ -13,13 +13,14 @@ from tests.gluon_aot import box, compile_gluon_ahead
 
 
 def block_cases() -> list[tuple[int, str, bool, bool]]:
-    """(arch, tile, SwiGLU, gathered) of the rule from 16 rows a slot on."""
+    """(arch, tile, SwiGLU, gathered) of the rule from 12 rows a slot on."""
     cases = set()
     for arch in (90, 100):
-        for rows in (16, 32, 64, 256, 4096):
+        for rows in (12, 32, 64, 256, 4096):
             for swiglu, gathered in ((False, False), (True, True), (True, False)):
-                tile = grouped_rule(rows * 8, 8, arch // 10, num_products=1 + swiglu, gathered=gathered)
-                cases.add((arch, tile.name, swiglu, gathered))
+                for width in (2048, 8192):
+                    tile = grouped_rule(rows * 8, 8, width, arch // 10, num_products=1 + swiglu, gathered=gathered)
+                    cases.add((arch, tile.name, swiglu, gathered))
     return sorted(cases)
 
 

@@ -22,6 +22,7 @@ from kernels.grouped_gemm_fp8 import (
     grouped_gemm_fp8_triton,
     grouped_gemm_swiglu_fp8,
 )
+from kernels.grouped_gemm_fp8_specialized import SpecializedTile, _fp8_specialized_kernel
 from kernels.grouped_gemm_fp8_tma import ManyRowsTile, _many_rows_kernel
 from kernels.quantize import (
     FP8,
@@ -34,6 +35,7 @@ from kernels.quantize import (
 )
 from tests.aot import ARCHS, aot, compile_ahead
 from tests.compare import assert_close_as_torch, assert_same_bits, max_rel
+from tests.gluon_aot import box, compile_gluon_ahead
 from tests.shapes import HIDDEN, INTERMEDIATE, NUM_TOKENS, WILD_INDEX
 
 BACKENDS = [
@@ -47,7 +49,8 @@ FEW_TILES = [
     FewRowsTile(64, 128, 8, 3),
     FewRowsTile(16, 64, 4, 4, tma=False),
 ]
-MANY_TILES = [ManyRowsTile(64, 64, 4, 3), ManyRowsTile(128, 64, 8, 3)]
+MANY_TILES = [ManyRowsTile(64, 64, 4, 3), ManyRowsTile(128, 64, 8, 3), SpecializedTile(2, 6), SpecializedTile(3, 5)]
+"""For packed rows."""
 
 
 def draw_blocks(slots: int, parts: int, rows: int, width: int, device: str, seed: int = 1) -> QuantizedBlocks:
@@ -287,7 +290,7 @@ def test_C16_weights_beyond_2_31_elements():
     w.values[511], w.scales[511] = last.values[0], last.scales[0]
     x = draw_rows(300, 4096, "cuda")
     expected = dequantize_rows(x) @ dequantize_blocks(last.values[0], last.scales[0, 0]).T
-    for tile in (FEW_TILES[1], FEW_TILES[4], MANY_TILES[0]):
+    for tile in (FEW_TILES[1], FEW_TILES[4], MANY_TILES[0], MANY_TILES[3]):
         y_RN = grouped_gemm_fp8_triton(
             x, w, offsets_of([0] * 511 + [300], "cuda"), num_rows=300, out_dtype=torch.bfloat16, tile=tile
         )
@@ -320,3 +323,26 @@ def test_compiles_for_many_rows(arch, parts):
     args |= {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "PARTS": parts}
     args |= {"SLOT_STEP": parts, "BLOCK_S": 128, "GROUP_M": 8, "PDL": True}
     assert compile_ahead(_many_rows_kernel, arch, args, num_warps=tile.num_warps, num_stages=tile.num_stages)
+
+
+@aot
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("tile", [SpecializedTile(2, 6), SpecializedTile(3, 5)], ids=str)
+def test_compiles_with_warps_that_load(tile, parts):
+    args: dict[str, object] = {"x_scale_ptr": "*fp32", "w_scale_ptr": "*fp32", "offsets_ptr": "*i32", "y_ptr": "*bf16"}
+    args |= {"x_desc": box("fp8e4nv", 64, 128), "w_desc": box("fp8e4nv", 128 // parts, 128), "stride_y": "i32"}
+    args |= {"num_columns": "i32", "width": "i32", "num_slots": "i32", "num_x_rows": "i32", "PARTS": parts}
+    args |= {"GROUPS": tile.num_groups, "STAGES": tile.num_stages, "GROUP_M": 8, "SLOT_STEP": 1, "PDL": True}
+    compile_gluon_ahead(_fp8_specialized_kernel, args)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("tile", [None, SpecializedTile(2, 6), SpecializedTile(3, 5)], ids=str)
+def test_many_tiles_a_program(tile, parts):
+    """Some hundreds of tiles over all multiprocessors, of slots with many rows, few and none; the last rows 1 to 64 of
+    a group; more steps than stages and fewer."""
+    counts = (1000, 0, 129, 64, 65, 1, 700, 0, 191, 192, 193, 2000)
+    for width in (256, 1408):
+        options = {"device": "cuda", "out_dtype": torch.bfloat16, "indexed": tile is None, "tile": tile}
+        check(grouped_gemm_fp8_triton, counts, parts, width, 1056, **options)
