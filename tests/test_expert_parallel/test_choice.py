@@ -102,8 +102,8 @@ def meets_nobody(rank: int, num_ranks: int) -> str | None:
     def no_memory(*_: object) -> None:
         raise RuntimeError("CUDA driver error: operation not permitted\nat some line of some file")
 
-    vars(peer_memory)["_empty"] = no_memory if rank else lambda *_: None
-    vars(peer_memory)["rendezvous"] = lambda *_: None
+    setattr(peer_memory, "_empty", no_memory if rank else lambda *_: None)  # noqa: B010 - of another type
+    setattr(peer_memory, "rendezvous", lambda *_: None)  # noqa: B010
     return peer_memory.meeting_problem(world(rank, num_ranks), torch.device("cpu"))
 
 

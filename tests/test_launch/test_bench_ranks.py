@@ -1,0 +1,86 @@
+"""w1 on ranks that share the experts: shares of the requests, one figure of all, a skewed routing by rows alone."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import socket
+from pathlib import Path
+
+import pytest
+import torch
+
+from kernels.routing import RoutingRule
+from launch import bench, bench_ranks
+from launch.bench_engine import Prompt
+from launch.bench_ranks import SkewedGate, read_skew
+from launch.roofline import Ceilings
+from router.gate import Gate
+from router.synthetic import skewed_routing
+from tests.ranks import run_ranks
+
+PROMPTS = [Prompt([5 + index, 6, 7], 2 + index % 3) for index in range(7)]
+
+
+def bench_on(rank: int, num_ranks: int, port: int, result: str) -> tuple[int, str]:
+    """Exit code and what is said."""
+    values = {"RANK": rank, "WORLD_SIZE": num_ranks, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": num_ranks}
+    os.environ.update({name: str(value) for name, value in values.items()})
+    os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)})
+    vars(bench_ranks).update(throughput_prompts=lambda vocab, total: PROMPTS[:total])
+    vars(bench).update(measure_ceilings=lambda device: Ceilings(1e9, 2e9, "a test"))
+    words = ["workload=w1", "model=demo", "device=cpu", "limit=7", "rounds=2", "skew=1", f"result={result}"]
+    words += ["engine.max_model_len=128", "cache.num_blocks=64", "balance.interval=2", "balance.move=always"]
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        code = bench.main(words)
+    return code, said.getvalue()
+
+
+def test_two_ranks_share_the_requests(tmp_path: Path) -> None:
+    """Two timed passes of all tokens, while experts move; the first rank alone speaks and writes."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    (first, said), (second, nothing) = run_ranks(bench_on, 2, port, str(tmp_path / "r.json"), joined=False)
+    assert first == second == 0 and "demo x2" in said and nothing == ""
+    record = json.loads((tmp_path / "r.json").read_text())
+    (figure,) = record["figures"]
+    tokens = sum(prompt.num_outputs for prompt in PROMPTS)
+    assert record["engines"]["demo"]["stats"]["output_tokens"] == 3 * tokens  # one pass warms up
+    assert figure["name"] == "output tokens, 7 requests, auto exact" and len(figure["samples"]) == 2
+    assert figure["value"] == pytest.approx(tokens / figure["seconds"], rel=0.5) and figure["floor"] > 0
+    assert figure["extra"]["requests"] == 7 and figure["extra"]["experts moved"] > 0
+    assert 0.5 <= figure["extra"]["rank balance"] <= 1
+
+
+def test_a_row_is_routed_alike_in_any_batch() -> None:
+    """By its first bits alone: equal rows alike, padding to no expert; and as skewed as the table is."""
+    table = skewed_routing(4093, 16, 2, exponent=1.0, seed=3)
+    gate = SkewedGate(Gate(torch.zeros(16, 8), None, RoutingRule(2)), table)
+    x_TD = torch.randn(500, 8, generator=torch.Generator().manual_seed(0)).bfloat16()
+    x_TD[1] = x_TD[0]
+    ids_TK, weights_TK = gate(x_TD)
+    assert torch.equal(ids_TK[0], ids_TK[1]) and ids_TK.dtype == torch.int32
+    assert torch.equal(gate(x_TD[7:9]).expert_ids_TK, ids_TK[7:9])
+    assert torch.equal(gate(x_TD[7:9]).weights_TK, weights_TK[7:9])
+    real_T = torch.ones(500, dtype=torch.bool)
+    real_T[5] = False
+    assert gate(x_TD, real_T).expert_ids_TK[5].tolist() == [-1, -1]
+    own_E, table_E = (torch.bincount(ids.flatten(), minlength=16) for ids in (ids_TK, table.expert_ids_TK))
+    assert int(own_E.argmax()) == int(table_E.argmax()) and own_E.max() > 2 * own_E.float().mean()
+
+
+def test_wrong_words(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("RANK", "0")
+    for word in ("skew=-1", "skew=much"):
+        name, _, text = word.partition("=")
+        with pytest.raises(ValueError, match=f"{word} must be a number from 0"):
+            read_skew({name: text})
+    assert read_skew({"skew": "0"}) == 0.0 and read_skew({}) is None
+    assert bench.main(["workload=w1,w2"]) == 2
+    assert "under torchrun give ep or w1, alone" in capsys.readouterr().err
+    monkeypatch.delenv("RANK")
+    assert bench.main(["workload=w1", "skew=1"]) == 2
+    assert "skew=1 needs ranks" in capsys.readouterr().err
