@@ -99,11 +99,11 @@ def test_experts_in_fp8_with_their_scales(tmp_path: Path, dtype: torch.dtype) ->
     write_variant(tmp_path, "qwen3_moe", hidden_size=192, moe_intermediate_size=128)
     options = {"quantization": "fp8", "dtype": dtype}
     expected = all_logits(load(tmp_path, **options))
-    for regime, copies in (("cache", simulated()), ("stream", simulated()), ("auto", make_engine)):
+    for regime, copies in (("auto", simulated()), ("stream", make_engine)):
         assert_all_same(all_logits(load(tmp_path, plan_of(regime, 3, 2), copies, **options)), expected)
 
 
-@pytest.mark.parametrize("held, staging", [(0, 1), (0, 8), (1, 1), (7, 1), (7, 8)])
+@pytest.mark.parametrize("held, staging", [(0, 1), (0, 8), (7, 1), (7, 8)])
 def test_every_size_of_buffers(tmp_path: Path, held: int, staging: int) -> None:
     write_variant(tmp_path, "mixtral")
     expected = all_logits(load(tmp_path))
@@ -118,7 +118,6 @@ def test_every_size_of_buffers(tmp_path: Path, held: int, staging: int) -> None:
         ("mixtral", {"layout": "stacked"}, "none"),
         ("qwen3_moe", {"hidden_size": 192, "moe_intermediate_size": 128}, "fp8"),  # made of other numbers
         ("qwen3_moe", {"hidden_size": 192, "moe_intermediate_size": 128, "fp8": True}, "auto"),  # stored so
-        ("qwen3_moe", {"hidden_size": 192, "moe_intermediate_size": 128, "fp8": True}, "none"),  # and not held so
     ],
 )
 def test_experts_that_stay_on_disk(tmp_path: Path, variant: str, options: dict[str, Any], quantization: str) -> None:
@@ -129,7 +128,7 @@ def test_experts_that_stay_on_disk(tmp_path: Path, variant: str, options: dict[s
     layer = resident.config.layers_with_experts[0]
     whole = [t for name, t in resident.targets().items() if name.startswith(f"layers.{layer}.moe.experts.")]
     bundle_bytes = sum(tensor[0].nbytes for tensor in whole)
-    for regime in REGIMES:
+    for regime in ("cache", "stream"):
         plan = replace(plan_of(regime, held=3, staging=2), tier="disk", host_bytes=7 * bundle_bytes)
         model = load(tmp_path, plan, simulated(), quantization=quantization)
         assert not any(".experts." in name for name in model.targets())
