@@ -50,11 +50,17 @@ class OffloadPlan:
         """What crosses the link in a step that uses every slot."""
         return (self.num_slots - self.held_slots) * self.num_layers * self.bundle_bytes
 
+    def streams(self, num_rows: int) -> bool:
+        """Whether a call of a layer with so many rows streams all its slots. From one row a slot on: then most slots
+        have rows (63 % of them with uniform routing), and reading which ones no longer pays."""
+        return self.regime == "stream" or (self.regime == "auto" and num_rows >= self.num_slots)
+
     def words(self) -> str:
         """For people."""
+        where = "in host memory" if self.tier == "host" else "on disk, behind host memory"
         return (
-            f"experts in {self.tier} memory ({self.regime}): the GPU holds {self.held_slots} of {self.num_slots} in each "
-            f"of {self.num_layers} layers, the others pass through two buffers of {self.staging_slots}; "
+            f"experts {where} ({self.regime}): the GPU holds {self.held_slots} of {self.num_slots} in each of "
+            f"{self.num_layers} layers, the others pass through two buffers of {self.staging_slots}; "
             f"{self.gpu_bytes / 2**30:.3f} GiB there, {self.host_bytes / 2**30:.3f} GiB of the host"
         )
 
@@ -73,10 +79,11 @@ def staging_slots(num_passing: int, bundle_bytes: int) -> int:
 
 @dataclass(frozen=True)
 class Room:
-    """Bytes of a GPU that experts and cache share, and what the cache makes of them: `wanted` by as many sequences as
-    may run, `least` by one."""
+    """Bytes of a GPU that experts and cache share (`resident`: where all experts are there, and steps are captured as
+    graphs), and what the cache makes of them: `wanted` by as many sequences as may run, `least` by one."""
 
     shared: int
+    resident: int
     wanted: int
     least: int
 
@@ -89,7 +96,8 @@ def choose_held(num_slots: int, num_layers: int, bundle_bytes: int, room: Room) 
     more above than below the line, so the cache gets all that it wants, and experts hold what is left.
     """
     everything = num_slots * num_layers * bundle_bytes
-    if room.shared - everything >= min(room.wanted, max(room.least, int(room.shared * RESIDENT_CACHE))):
+    # And one sequence more: part of one is none.
+    if room.resident - everything >= min(room.wanted, room.least + int(room.resident * RESIDENT_CACHE)):
         return num_slots
     for held in reversed(range(num_slots)):
         if held_bytes(num_slots, held, num_layers, bundle_bytes) + room.wanted <= room.shared:

@@ -137,7 +137,7 @@ class StepWork:
 class NetworkCost:
     """Bytes and operations of the steps of one network."""
 
-    def __init__(self, model: ModelConfig, *, weight_bytes: int = 2, cache_bytes: int = 2) -> None:
+    def __init__(self, model: ModelConfig, *, weight_bytes: int = 2, cache_bytes: float = 2) -> None:
         self.model = model
         specs = parameter_shapes(model, 1)  # of each layer one expert
         head = math.prod(specs["embed.weight"].shape)
@@ -154,7 +154,7 @@ class NetworkCost:
         active = model.moe.rule.top_k * expert * sum(model.sparse_layers)
         self.flops_per_row = 2.0 * (linear + active)
         self.flops_per_logits = 2.0 * head
-        self.cache_bytes_per_position = _cache_width(model) * cache_bytes
+        self.cache_bytes_per_position = cache_width(model) * cache_bytes
         self.windows = Counter(model.sliding_windows)
 
     def experts_hit(self, num_tokens: int) -> float:
@@ -189,7 +189,7 @@ class NetworkCost:
         return sum(ceilings.seconds(self.step(step)) for step in steps)
 
 
-def _cache_width(model: ModelConfig) -> int:
+def cache_width(model: ModelConfig) -> int:
     """Numbers that one position keeps in one layer."""
     attention = model.attention
     if isinstance(attention, MLAConfig):

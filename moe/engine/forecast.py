@@ -6,7 +6,6 @@ which experts it holds on the GPU, then compares it with what it measured.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -140,15 +139,19 @@ def _held(config: Config, subject: Subject, machine: Machine, weights: WeightSiz
 
 
 def cache_room(config: Config, subject: Subject, machine: Machine, weights: WeightSizes) -> Room:
-    """What experts and cache share on a GPU, and what the cache makes of it."""
+    """What experts and cache share on a GPU, and what the cache makes of it. With cache.num_blocks it is said."""
     assert machine.total is not None, "the CPU has no room to share out"
-    taken = _taken(config, subject, machine, weights.rest, offloaded=True)
     layout, limits = subject.layout, subject.limits
     per_seq = -(-tokens_per_seq(config.offload, limits.max_model_len) // layout.block_size) * layout.bytes_per_block
     wanted = wanted_seqs(config.offload, subject) * per_seq
     if config.cache.num_blocks is not None:
         wanted = per_seq = config.cache.num_blocks * layout.bytes_per_block
-    return Room(int(machine.total * config.cache.memory_fraction) - taken.taken, wanted, per_seq)
+    budget = int(machine.total * config.cache.memory_fraction)
+    shared, resident = (
+        budget - _taken(config, subject, machine, weights.rest, offloaded=offloaded).taken
+        for offloaded in (True, False)
+    )
+    return Room(shared, resident, wanted, per_seq)
 
 
 def tokens_per_seq(offload: OffloadConfig, max_model_len: int) -> int:
@@ -260,11 +263,3 @@ def _host_sum(wanted: int, machine: Machine, weights: WeightSizes) -> str:
     each = f"{weights.num_layers} layers of {weights.bundle / 2**20:.2f} MiB an expert"
     ranks = "" if machine.ranks_here == 1 else f" x {machine.ranks_here} ranks"
     return f"{each}: {wanted / GIB:.3f} GiB{ranks}"
-
-
-def offload_rows(offload: OffloadPlan | None) -> Mapping[str, int]:
-    """Bytes of the places where experts live, for tables."""
-    if offload is None:
-        return {}
-    held = offload.num_layers * offload.held_slots * offload.bundle_bytes
-    return {"held": held, "buffers": offload.gpu_bytes - held, "streamed": offload.streamed_bytes}

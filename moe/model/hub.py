@@ -7,6 +7,7 @@ others then find everything in the cache. `HF_HUB_OFFLINE`, `HF_TOKEN`, `HF_HOME
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
@@ -27,15 +28,19 @@ DEMOS = {"demo": "mixtral", "demo-deepseek": "deepseek"}
 _DEMO_FOLDER = Path(__file__).parent.parent / "demo"
 
 ALLOWED_FILES = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.tiktoken", "tokenizer.model")
+DESCRIBING_FILES = ("*.json",)
 # Second copies of the weights in other layouts, and anything below the top folder.
 IGNORED_FILES = ("consolidated*", "*/*")
 
 
-def resolve_model(model: str, revision: str | None = None, *, cache_dir: Path | None = None) -> Path:
+def resolve_model(
+    model: str, revision: str | None = None, *, cache_dir: Path | None = None, weights: bool = True
+) -> Path:
     """The folder that holds `model`: `demo`, `demo-deepseek`, a folder, or a hub id, fetched if need be.
 
-    `revision` is a branch, tag or commit of a hub model. `cache_dir`: instead of huggingface_hub's own. ValueError
-    says what `model` was taken for and the way out.
+    `revision` is a branch, tag or commit of a hub model. `cache_dir`: instead of huggingface_hub's own.
+    `weights`: false fetches no more than what describes a model. ValueError says what `model` was taken for and the way
+    out.
     """
     if model in DEMOS:
         _refuse_revision(model, revision, "a demo shipped with this package")
@@ -48,7 +53,7 @@ def resolve_model(model: str, revision: str | None = None, *, cache_dir: Path | 
         raise ValueError(f"model={model!r} is a file; give the folder that holds config.json and the weights.")
     if not model or model.startswith(("/", ".", "~")) or model.count("/") > 1:
         raise ValueError(f"model={model!r}: no such folder; check the path, or give a hub id (owner/name) or demo.")
-    return _fetch(model, revision, cache_dir)
+    return _fetch(model, revision, cache_dir, ALLOWED_FILES if weights else DESCRIBING_FILES)
 
 
 def _demo_folder(model: str) -> Path:
@@ -66,7 +71,7 @@ def _refuse_revision(model: str, revision: str | None, kind: str) -> None:
         raise ValueError(f"revision={revision!r} belongs to hub models, but model={model!r} is {kind}; drop revision.")
 
 
-def _fetch(model: str, revision: str | None, cache_dir: Path | None) -> Path:
+def _fetch(model: str, revision: str | None, cache_dir: Path | None, files: Sequence[str]) -> Path:
     cache = Path(constants.HF_HUB_CACHE) if cache_dir is None else cache_dir
     try:
         with _fetch_lock(model, cache):
@@ -74,7 +79,7 @@ def _fetch(model: str, revision: str | None, cache_dir: Path | None) -> Path:
                 model,
                 revision=revision,
                 cache_dir=cache,
-                allow_patterns=list(ALLOWED_FILES),
+                allow_patterns=list(files),
                 ignore_patterns=list(IGNORED_FILES),
             )
     except HFValidationError as error:

@@ -155,17 +155,11 @@ class OffloadedExperts:
         """y_RD as `Experts` gives it."""
         products = (Fp8Products if self.offload.fp8 else PlainProducts)(inputs, self.offload.width)
         if inputs.num_rows:
-            if self._streams(inputs.num_rows):
+            if self.offload.plan.streams(inputs.num_rows):
                 self._stream(inputs, products)
             else:
                 self._cache(inputs, products)
         return products.y_RD
-
-    def _streams(self, num_rows: int) -> bool:
-        """From one row a slot on: then most slots have rows (63 % of them with uniform routing), and reading the
-        offsets no longer pays."""
-        plan = self.offload.plan
-        return plan.regime == "stream" or (plan.regime == "auto" and num_rows >= plan.num_slots)
 
     def _stream(self, inputs: ExpertInput, products: SlotProducts) -> None:
         """Held slots, then all others as they come. Ranges are gathered on the device."""
