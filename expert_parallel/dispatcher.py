@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kernels.combine import combine, combine_norm
-from kernels.pack import pack
+from kernels.pack import Packed, pack
 from kernels.rmsnorm import Norm, rmsnorm_residual
 
 
@@ -35,6 +35,14 @@ class ExpertInput:
     out_dtype: torch.dtype | None = None  # of the experts' rows; None: that of rows_XD
 
 
+class OwnSlots(NamedTuple):
+    """All slots there are, on this rank."""
+
+    slot_of_E: Tensor
+    """int32: of each logical expert, -1 for none."""
+    num_slots: int
+
+
 class Dispatcher(Protocol):
     """Two verbs around the experts. Implementations inherit from this class, and with it what they do no better.
 
@@ -52,6 +60,11 @@ class Dispatcher(Protocol):
     @property
     def two_open(self) -> bool:
         return False
+
+    @property
+    def own_slots(self) -> OwnSlots | None:
+        """Where rows need not travel: the slots that a router may pack for, and `dispatch` takes what it packed."""
+        return None
 
     @property
     def graph_safe(self) -> bool: ...
@@ -121,8 +134,15 @@ class LocalDispatcher(Dispatcher):
         self.slot_of_E = slot_of_E
         self.num_slots = num_slots
 
-    def dispatch(self, x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor) -> ExpertInput:
-        packed = pack(expert_ids_TK, self.slot_of_E, self.num_slots)
+    @property
+    def own_slots(self) -> OwnSlots:
+        return OwnSlots(self.slot_of_E, self.num_slots)
+
+    def dispatch(
+        self, x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor, packed: Packed | None = None
+    ) -> ExpertInput:
+        """`packed`: what `pack` makes of the ids for `own_slots`, where the router has done it."""
+        packed = packed or pack(expert_ids_TK, self.slot_of_E, self.num_slots)
         return ExpertInput(
             rows_XD=x_TD,
             row_index_R=packed.row_token_R,

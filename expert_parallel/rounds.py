@@ -15,7 +15,8 @@ from typing import Literal
 
 from torch import Tensor
 
-from expert_parallel.dispatcher import Dispatcher, ExpertInput
+from expert_parallel.dispatcher import Dispatcher, ExpertInput, LocalDispatcher
+from kernels.pack import Packed
 
 Combine = Literal["exact", "fast"]
 """exact: one unsummed row for each (token, expert) comes home and is summed there in routing order: one rank's bits.
@@ -45,12 +46,17 @@ class Traffic:
 
 
 def rounds(
-    dispatcher: Dispatcher, x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor
+    dispatcher: Dispatcher, x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor, packed: Packed | None = None
 ) -> Iterator[tuple[slice, ExpertInput]]:
     """Dispatches x in as many rounds as the ranks need together: the rows each took, and what experts get of it.
+    `packed`: for a dispatcher of one rank, which needs one round, what the router packed for its slots.
 
     What is yielded is combined before the next is asked for. A plain `ExpertInput` holds all rows.
     """
+    if packed is not None:
+        assert isinstance(dispatcher, LocalDispatcher), "rows were packed for slots of one rank"
+        yield slice(0, x_TD.shape[0]), dispatcher.dispatch(x_TD, expert_ids_TK, weights_TK, packed)
+        return
     start, more = 0, True
     while more:
         inputs = dispatcher.dispatch(x_TD[start:], expert_ids_TK[start:], weights_TK[start:])

@@ -59,14 +59,16 @@ def gate(
 
 
 @triton.jit
-def _load_x(x_ptr, token, start, num_tokens, width, stride_x, BLOCK_K: tl.constexpr):
+def load_x(x_ptr, token, start, num_tokens, width, stride_x, BLOCK_K: tl.constexpr):
+    """Columns start .. start + BLOCK_K of rows, zero beyond the last."""
     k = start + tl.arange(0, BLOCK_K)[None, :]
     mask = (token < num_tokens)[:, None] & (k < width)
     return tl.load(x_ptr + token.to(tl.int64)[:, None] * stride_x + k, mask=mask, other=0.0)
 
 
 @triton.jit
-def _load_w(w_ptr, expert, start, num_experts, width, stride_w, BLOCK_K: tl.constexpr):
+def load_w(w_ptr, expert, start, num_experts, width, stride_w, BLOCK_K: tl.constexpr):
+    """The same columns of the gate, [BLOCK_K, experts]."""
     k = start + tl.arange(0, BLOCK_K)[:, None]
     mask = (expert < num_experts)[None, :] & (k < width)
     return tl.load(w_ptr + expert.to(tl.int64)[None, :] * stride_w + k, mask=mask, other=0.0)
@@ -104,15 +106,15 @@ def _gate_kernel(
     if CUT:
         # Weights are no work of this step: they are asked for while the kernels before this one still run.
         first = tl.program_id(2) * PART
-        w = _load_w(w_ptr, expert, first, num_experts, width, stride_w, PART)
+        w = load_w(w_ptr, expert, first, num_experts, width, stride_w, PART)
         wait_for_inputs(PDL)
-        total = _multiply(_load_x(x_ptr, token, first, num_tokens, width, stride_x, PART), w, acc, WIDE)
+        total = _multiply(load_x(x_ptr, token, first, num_tokens, width, stride_x, PART), w, acc, WIDE)
     else:
         wait_for_inputs(PDL)
         total = acc
         for start in range(0, width, BLOCK_K):
-            x = _load_x(x_ptr, token, start, num_tokens, width, stride_x, BLOCK_K)
-            w = _load_w(w_ptr, expert, start, num_experts, width, stride_w, BLOCK_K)
+            x = load_x(x_ptr, token, start, num_tokens, width, stride_x, BLOCK_K)
+            w = load_w(w_ptr, expert, start, num_experts, width, stride_w, BLOCK_K)
             acc = _multiply(x, w, acc, WIDE)
             ends = (start + BLOCK_K) % PART == 0
             total = tl.where(ends, total + acc, total)
@@ -161,7 +163,7 @@ def gate_triton(
     tile: GateTile | None = None,
 ) -> Routing:
     """`gate` in two launches, the product and the routing; `tile` is `gate_tile`'s unless given."""
-    _check_operands(x_TD, weight_ED, bias_E, rule, real_T)
+    check_operands(x_TD, weight_ED, bias_E, rule, real_T)
     (num_tokens, width), num_experts = x_TD.shape, weight_ED.shape[0]
     wide = torch.float32 in (x_TD.dtype, weight_ED.dtype)
     tile = tile or gate_tile(num_tokens, device_generation(x_TD), wide=wide)
@@ -191,13 +193,14 @@ def gate_triton(
     return route_parts_triton(parts_PTE, bias_E, rule, real_T)
 
 
-def _check_operands(
+def check_operands(
     x_TD: Tensor,
     weight_ED: Tensor,
     bias_E: Tensor | None,
     rule: RoutingRule,
     real_T: Tensor | None,
 ) -> None:
+    """Rows and gate have one width and lie together; bias, rule and marks of rows fit them."""
     (num_tokens, width), num_experts = x_TD.shape, weight_ED.shape[0]
     assert weight_ED.shape == (num_experts, width), f"rows of {x_TD.shape}, gate of {weight_ED.shape}"
     assert_last_contiguous("x_TD", x_TD)
@@ -214,6 +217,6 @@ def gate_reference(
     real_T: Tensor | None = None,
 ) -> Routing:
     """The definition, and the CPU's product path."""
-    _check_operands(x_TD, weight_ED, bias_E, rule, real_T)
+    check_operands(x_TD, weight_ED, bias_E, rule, real_T)
     logits_TE = linear_reference(x_TD, weight_ED, out_dtype=torch.float32)
     return route_reference(logits_TE, bias_E, rule, real_T=real_T)

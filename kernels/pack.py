@@ -281,8 +281,13 @@ def _check_operands(expert_ids_TK: Tensor, slot_of_E: Tensor, num_slots: int) ->
     given = (expert_ids_TK.dim(), slot_of_E.dim(), expert_ids_TK.dtype, slot_of_E.dtype, slot_of_E.device)
     wanted = (2, 1, torch.int32, torch.int32, expert_ids_TK.device)
     assert given == wanted, f"expert_ids_TK and slot_of_E are {given}, wanted {wanted}"
-    assert num_slots >= 1, f"num_slots={num_slots}; a rank holds at least one slot"
+    check_num_slots(num_slots)
     assert expert_ids_TK.numel() < 2**31, f"{expert_ids_TK.numel()} rows do not fit int32 row numbers"
+
+
+def check_num_slots(num_slots: int) -> None:
+    """A rank has slots."""
+    assert num_slots >= 1, f"num_slots={num_slots}; a rank holds at least one slot"
 
 
 def pack_reference(expert_ids_TK: Tensor, slot_of_E: Tensor, num_slots: int) -> Packed:

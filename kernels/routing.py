@@ -30,6 +30,7 @@ from kernels.checks import (
     uses_triton,
 )
 from kernels.dependent_launch import dependent_launch, wait_for_inputs
+from kernels.row_sum import row_sum
 
 
 @dataclass(frozen=True)
@@ -175,6 +176,88 @@ def _losers_to_minus_inf(
     return tl.where(tl.reshape(kept, (BLOCK_T, BLOCK_G * BLOCK_S)) != 0, selection, -float("inf"))
 
 
+@triton.jit
+def expert_places(NUM_EXPERTS: tl.constexpr, NUM_GROUPS: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_S: tl.constexpr):
+    """(places of a row, the expert of each, whether there is one), each [1, BLOCK_G * BLOCK_S]."""
+    group_size: tl.constexpr = NUM_EXPERTS // NUM_GROUPS
+    place = tl.arange(0, BLOCK_G * BLOCK_S)[None, :]
+    is_expert = (place // BLOCK_S < NUM_GROUPS) & (place % BLOCK_S < group_size)
+    return place, (place // BLOCK_S) * group_size + place % BLOCK_S, is_expert
+
+
+@triton.jit
+def choose_experts(
+    logits,
+    in_batch,
+    bias_ptr,
+    slot,
+    epsilon,
+    scale,
+    NUM_EXPERTS: tl.constexpr,
+    TOP_K: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    NUM_GROUPS: tl.constexpr,
+    TOPK_GROUPS: tl.constexpr,
+    TOP2_SUM: tl.constexpr,
+    RENORMALIZE: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """(ids, weights, slots) [BLOCK_T, BLOCK_K] of the logits [BLOCK_T, BLOCK_G * BLOCK_S] of rows `in_batch`
+    [BLOCK_T, 1]. `slot` [1, BLOCK_G * BLOCK_S]: what slots repeats of each chosen place; None: slots are zeros."""
+    place, expert, is_expert = expert_places(NUM_EXPERTS, NUM_GROUPS, BLOCK_G, BLOCK_S)  # pyright: ignore
+    used = in_batch & is_expert
+    logits = tl.where(used, logits, -float("inf"))
+    if SIGMOID:
+        scores = tl.div_rn(1.0, 1.0 + tl.exp(-logits))
+    else:
+        exps = tl.exp(logits - tl.max(logits, axis=1)[:, None])
+        total = row_sum(exps, BLOCK_T)
+        scores = tl.div_rn(exps, tl.broadcast_to(total[:, None], (BLOCK_T, BLOCK_G * BLOCK_S)))
+    # Also where every logit is -inf, of which softmax makes NaN.
+    bad = tl.max((used & ((scores != scores) | (logits == float("inf")))).to(tl.int32), axis=1)
+    scores = tl.where((bad > 0)[:, None], float("nan"), scores)
+
+    selection = scores
+    if bias_ptr is not None:
+        selection += tl.load(bias_ptr + expert, mask=is_expert, other=0.0)
+    selection = tl.where(selection != selection, -float("inf"), selection)
+    key = tl.where(is_expert, _order_key(selection), _LOWEST)
+    if NUM_GROUPS > 1:
+        selection = _losers_to_minus_inf(selection, key, NUM_GROUPS, TOPK_GROUPS, TOP2_SUM, BLOCK_T, BLOCK_G, BLOCK_S)
+        key = tl.where(is_expert, _order_key(selection), _LOWEST)
+
+    choice = tl.arange(0, BLOCK_K)[None, :]
+    ids = tl.zeros((BLOCK_T, BLOCK_K), tl.int32)
+    slots = tl.zeros((BLOCK_T, BLOCK_K), tl.int32)
+    weights = tl.zeros((BLOCK_T, BLOCK_K), tl.float32)
+    total = tl.zeros((BLOCK_T,), tl.float32)
+    score_bits = scores.to(tl.int32, bitcast=True)
+    group_size: tl.constexpr = NUM_EXPERTS // NUM_GROUPS
+    for k in range(TOP_K):
+        best, first = _best(key, place)  # pyright: ignore
+        chosen = place == first[:, None]
+        if bias_ptr is None:
+            # The score is what was selected by (but in rows of NaN, whose weights are NaN anyway).
+            weight = _score_of_key(best)
+        else:
+            weight = tl.max(tl.where(chosen, score_bits, _LOWEST), axis=1).to(tl.float32, bitcast=True)
+        id = (first // BLOCK_S) * group_size + first % BLOCK_S
+        ids = tl.where(choice == k, id[:, None], ids)
+        weights = tl.where(choice == k, weight[:, None], weights)
+        if slot is not None:
+            own = tl.max(tl.where(chosen, slot, _LOWEST), axis=1)
+            slots = tl.where(choice == k, own[:, None], slots)
+        total += weight
+        key = tl.where(chosen, _LOWEST, key)
+    if RENORMALIZE:
+        weights = tl.div_rn(weights, tl.broadcast_to((total + epsilon)[:, None], (BLOCK_T, BLOCK_K)))
+    weights = tl.where((bad > 0)[:, None], float("nan"), weights * scale)
+    return ids, weights, slots
+
+
 # Sizes of the batch are not specialised on: a kernel compiled in the middle of a run would stall it.
 @triton.jit(do_not_specialize=["num_tokens", "stride_p"])
 def _route_kernel(
@@ -205,55 +288,16 @@ def _route_kernel(
     wait_for_inputs(PDL)
     token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     in_batch = (token < num_tokens)[:, None]
-    place = tl.arange(0, BLOCK_G * BLOCK_S)[None, :]
-    group_size: tl.constexpr = NUM_EXPERTS // NUM_GROUPS
-    is_expert = (place // BLOCK_S < NUM_GROUPS) & (place % BLOCK_S < group_size)
-    expert = (place // BLOCK_S) * group_size + place % BLOCK_S
-    used = in_batch & is_expert
+    _, expert, is_expert = expert_places(NUM_EXPERTS, NUM_GROUPS, BLOCK_G, BLOCK_S)
     logits = tl.zeros((BLOCK_T, BLOCK_G * BLOCK_S), tl.float32)
     for part in tl.static_range(NUM_PARTS):
         part_ptr = parts_ptr + part * stride_p + token.to(tl.int64)[:, None] * stride_t + expert
-        logits += tl.load(part_ptr, mask=used, other=0.0)
-    logits = tl.where(used, logits, -float("inf"))
-    if SIGMOID:
-        scores = tl.div_rn(1.0, 1.0 + tl.exp(-logits))
-    else:
-        exps = tl.exp(logits - tl.max(logits, axis=1)[:, None])
-        scores = tl.div_rn(exps, tl.broadcast_to(tl.sum(exps, axis=1)[:, None], (BLOCK_T, BLOCK_G * BLOCK_S)))
-    # Also where every logit is -inf, of which softmax makes NaN.
-    bad = tl.max((used & ((scores != scores) | (logits == float("inf")))).to(tl.int32), axis=1)
-    scores = tl.where((bad > 0)[:, None], float("nan"), scores)
-
-    selection = scores
-    if bias_ptr is not None:
-        selection += tl.load(bias_ptr + expert, mask=is_expert, other=0.0)
-    selection = tl.where(selection != selection, -float("inf"), selection)
-    key = tl.where(is_expert, _order_key(selection), _LOWEST)
-    if NUM_GROUPS > 1:
-        selection = _losers_to_minus_inf(selection, key, NUM_GROUPS, TOPK_GROUPS, TOP2_SUM, BLOCK_T, BLOCK_G, BLOCK_S)
-        key = tl.where(is_expert, _order_key(selection), _LOWEST)
-
+        logits += tl.load(part_ptr, mask=in_batch & is_expert, other=0.0)
+    ids, weights, _ = choose_experts(
+        logits, in_batch, bias_ptr, None, epsilon, scale,
+        NUM_EXPERTS, TOP_K, SIGMOID, NUM_GROUPS, TOPK_GROUPS, TOP2_SUM, RENORMALIZE, BLOCK_T, BLOCK_G, BLOCK_S, BLOCK_K,
+    )  # fmt: skip
     choice = tl.arange(0, BLOCK_K)[None, :]
-    ids = tl.zeros((BLOCK_T, BLOCK_K), tl.int32)
-    weights = tl.zeros((BLOCK_T, BLOCK_K), tl.float32)
-    total = tl.zeros((BLOCK_T,), tl.float32)
-    score_bits = scores.to(tl.int32, bitcast=True)
-    for k in range(TOP_K):
-        best, first = _best(key, place)  # pyright: ignore
-        chosen = place == first[:, None]
-        if bias_ptr is None:
-            # The score is what was selected by (but in rows of NaN, whose weights are NaN anyway).
-            weight = _score_of_key(best)
-        else:
-            weight = tl.max(tl.where(chosen, score_bits, _LOWEST), axis=1).to(tl.float32, bitcast=True)
-        id = (first // BLOCK_S) * group_size + first % BLOCK_S
-        ids = tl.where(choice == k, id[:, None], ids)
-        weights = tl.where(choice == k, weight[:, None], weights)
-        total += weight
-        key = tl.where(chosen, _LOWEST, key)
-    if RENORMALIZE:
-        weights = tl.div_rn(weights, tl.broadcast_to((total + epsilon)[:, None], (BLOCK_T, BLOCK_K)))
-    weights = tl.where((bad > 0)[:, None], float("nan"), weights * scale)
     if real_ptr is not None:
         real = tl.load(real_ptr + token, mask=token < num_tokens, other=0)
         ids = tl.where(real[:, None] != 0, ids, -1)
@@ -280,7 +324,7 @@ def route_parts_triton(parts_PTE: Tensor, bias_E: Tensor | None, rule: RoutingRu
     )
     if num_tokens == 0:
         return routing
-    options = _tile_options(rule, num_experts)
+    options = tile_options(rule, num_experts)
     _route_kernel[(cdiv(num_tokens, options["BLOCK_T"]),)](
         parts_PTE,
         bias_E,
@@ -300,7 +344,7 @@ def route_parts_triton(parts_PTE: Tensor, bias_E: Tensor | None, rule: RoutingRu
 
 
 @cache
-def _tile_options(rule: RoutingRule, num_experts: int) -> dict[str, Any]:
+def tile_options(rule: RoutingRule, num_experts: int) -> dict[str, Any]:
     """What the kernel is compiled for: the rule, and blocks that follow from it and E alone."""
     block_g, block_s = next_power_of_2(rule.num_groups), next_power_of_2(num_experts // rule.num_groups)
     return {

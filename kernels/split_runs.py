@@ -86,8 +86,8 @@ def _merge_run(
     BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """Of `number` parts, at most RUN; row [BLOCK_H]: of the first. All are asked for before the first arrives."""
-    largest, total, acc = no_keys(BLOCK_H, BLOCK_V)
-    for part in tl.static_range(RUN):
+    largest, total, acc = no_keys(BLOCK_H, BLOCK_V)  # pyright: ignore
+    for part in tl.static_range(RUN):  # pyright: ignore
         here = part < number
         at, used = row + part * num_heads, real & here
         next_largest = tl.load(sums_ptr + at, mask=used, other=float("-inf"))

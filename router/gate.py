@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from kernels.gate import gate
+from kernels.gate_few import gate_and_pack
+from kernels.pack import Packed
 from kernels.routing import Routing, RoutingRule
 
 
@@ -22,7 +24,17 @@ class Gate:
         self.weight_ED = weight_ED
         self.bias_E = bias_E
         self.rule = rule
+        # Programs of one launch count themselves in it, and leave zero.
+        self._counter_1 = torch.zeros(1, dtype=torch.int32, device=weight_ED.device)
 
     def __call__(self, x_TD: Tensor, real_T: Tensor | None = None) -> Routing:
         """Rows that `real_T` calls padding get ids of -1."""
         return gate(x_TD, self.weight_ED, self.bias_E, self.rule, real_T=real_T)
+
+    def and_pack(
+        self, x_TD: Tensor, slot_of_E: Tensor, num_slots: int, real_T: Tensor | None = None
+    ) -> tuple[Routing, Packed]:
+        """The same, and what `kernels.pack.pack` makes of the ids: of few rows in one launch. Not on two streams at
+        once."""
+        gated = (x_TD, self.weight_ED, self.bias_E, self.rule)
+        return gate_and_pack(*gated, slot_of_E, num_slots, real_T=real_T, counter_1=self._counter_1)

@@ -56,8 +56,12 @@ class MoELayer:
         round, which is mostly the only one): there another half of the step may go on.
         """
         num_tokens = x_TD.shape[0]
-        routing = self.gate(x_TD, plan.step.real_T)
         dispatcher = self.dispatchers.prefill if plan.step.any_prefill else self.dispatchers.decode
+        own_slots, packed = dispatcher.own_slots, None
+        if own_slots is None:
+            routing = self.gate(x_TD, plan.step.real_T)
+        else:
+            routing, packed = self.gate.and_pack(x_TD, *own_slots, plan.step.real_T)
         shared, shared_TD = self.shared, None
         if shared is not None and plan.beside is not None:
             plan.beside.fork()
@@ -68,7 +72,7 @@ class MoELayer:
         filled = _Rows(x_TD, *routing, residual_TD) if not fill else _filled_up(x_TD, routing, residual_TD, fill)
         parts: list[tuple[Tensor, Tensor]] = []
         offsets: list[Tensor] = []
-        for rows, inputs in rounds(dispatcher, filled.x_TD, filled.expert_ids_TK, filled.weights_TK):
+        for rows, inputs in rounds(dispatcher, filled.x_TD, filled.expert_ids_TK, filled.weights_TK, packed):
             if not parts:
                 yield
             y_RD = self.experts(inputs)

@@ -1,0 +1,244 @@
+"""The router of a few rows in one launch: logits, choice and packing, where three launches would mostly wait.
+
+Knows rows, gate weights, the rule and where experts live; knows nothing of experts' weights. It is defined by the
+kernels it stands for (gate.py, routing.py, pack.py): the same parts of K, summed in the same order, and the same
+choice, so the same bits.
+
+Programs multiply the parts of K side by side and count themselves. The last one sees all parts: it sums them, chooses
+and packs, and sets the counter back to zero for the next launch.
+"""
+
+# Launch options such as num_warps are no parameters of a kernel.
+# pyright: reportCallIssue=false
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.checks import cdiv, next_power_of_2, uses_triton
+from kernels.dependent_launch import dependent_launch, wait_for_inputs
+from kernels.gate import PART, check_operands, gate, gate_reference, load_w, load_x
+from kernels.pack import Packed, check_num_slots, pack, pack_reference
+from kernels.routing import Routing, RoutingRule, choose_experts, expert_places, tile_options
+
+FEW_ROWS = 8
+"""The most that one program routes and packs."""
+
+_FEW_CHOICES = 64
+"""The most of all rows, filled up to powers of two: packing compares each with each."""
+
+_ROWS = tl.constexpr(16)
+"""Of the product's tile: the fewest that a tensor core takes."""
+
+
+def gate_and_pack(
+    x_TD: Tensor,
+    weight_ED: Tensor,
+    bias_E: Tensor | None,
+    rule: RoutingRule,
+    slot_of_E: Tensor,
+    num_slots: int,
+    *,
+    real_T: Tensor | None = None,
+    counter_1: Tensor | None = None,
+) -> tuple[Routing, Packed]:
+    """`gate`, and `pack` of the ids it chose. counter_1 int32 [1], zero, and zero again when the kernel is done;
+    without it three launches do it. `gate_and_pack_reference` is the definition."""
+    operands = (x_TD, weight_ED, bias_E, rule)
+    if not uses_triton(x_TD):
+        return gate_and_pack_reference(*operands, slot_of_E, num_slots, real_T=real_T)
+    few = serves(x_TD.shape[0], rule.top_k) and x_TD.dtype == weight_ED.dtype != torch.float32
+    if few and counter_1 is not None:
+        return gate_and_pack_triton(*operands, slot_of_E, num_slots, real_T=real_T, counter_1=counter_1)
+    routing = gate(*operands, real_T=real_T)
+    return routing, pack(routing.expert_ids_TK, slot_of_E, num_slots)
+
+
+def serves(num_tokens: int, top_k: int) -> bool:
+    """Whether one launch takes so many rows with so many choices each."""
+    return 0 < num_tokens <= FEW_ROWS and _block_t(num_tokens) * next_power_of_2(top_k) <= _FEW_CHOICES
+
+
+def _block_t(num_tokens: int) -> int:
+    """As many rows as warps at least: so a row lies in one warp, which finds its best without shared memory."""
+    return max(4, next_power_of_2(num_tokens))
+
+
+# Parts of the logits as in gate.py, choice as in routing.py, places as in pack.py.
+#   x_ptr [T, K], w_ptr [E, K], rows strided; parts_ptr fp32 [P, T, E]; counter_ptr int32, zero; bias_ptr fp32 [E] or
+#   None; real_ptr bool [T] or None; slot_of_ptr int32 [E]; ids_ptr, packed_row_ptr int32 and weights_ptr fp32
+#   [T, TOP_K]; row_token_ptr int32 [T * TOP_K]; offsets_ptr int32 [S + 1]
+#   grid (cdiv(E, BLOCK_N), P): a program owns a tile of [T, E] and one part; the last to end routes and packs, T <=
+#   BLOCK_T. fp32 accumulation; rows, experts and columns beyond the last are read as zero.
+
+
+@triton.jit
+def _places(slots, num_slots, BLOCK_R: tl.constexpr, BINS: tl.constexpr):
+    """(row of each choice, by slot, then in their order; first row of each slot; rows of all slots) of slots
+    [BLOCK_R]."""
+    place = tl.arange(0, BLOCK_R)
+    theirs, own = slots[None, :], slots[:, None]
+    earlier = (theirs == own) & (place[None, :] < place[:, None])
+    rows = tl.sum(((theirs < own) | earlier).to(tl.int32), axis=1)
+    offsets = tl.sum((theirs < tl.arange(0, BINS)[:, None]).to(tl.int32), axis=1)
+    return rows, offsets, tl.sum((slots < num_slots).to(tl.int32), axis=0)
+
+
+# Sizes of the batch are not specialised on: a kernel compiled in the middle of a run would stall it.
+@triton.jit(do_not_specialize=["num_tokens"])
+def _gate_few_kernel(
+    x_ptr,
+    w_ptr,
+    parts_ptr,
+    counter_ptr,
+    bias_ptr,
+    real_ptr,
+    slot_of_ptr,
+    ids_ptr,
+    weights_ptr,
+    row_token_ptr,
+    packed_row_ptr,
+    offsets_ptr,
+    num_tokens,
+    width,
+    stride_x,
+    stride_w,
+    num_slots,
+    epsilon,
+    scale,
+    NUM_PARTS: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr,
+    TOP_K: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    NUM_GROUPS: tl.constexpr,
+    TOPK_GROUPS: tl.constexpr,
+    TOP2_SUM: tl.constexpr,
+    RENORMALIZE: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BINS: tl.constexpr,
+    PART: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    row, column = tl.arange(0, _ROWS), tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    first = tl.program_id(1) * PART
+    # Weights are no work of this step: they are asked for while the kernels before this one still run.
+    w = load_w(w_ptr, column, first, NUM_EXPERTS, width, stride_w, PART)  # pyright: ignore
+    wait_for_inputs(PDL)
+    x = load_x(x_ptr, row, first, num_tokens, width, stride_x, PART)  # pyright: ignore
+    part = tl.dot(x, w, tl.zeros((_ROWS, BLOCK_N), tl.float32), input_precision="ieee")
+    part_ptr = parts_ptr + (tl.program_id(1) * num_tokens + row)[:, None] * NUM_EXPERTS + column[None, :]
+    tl.store(part_ptr, part, mask=(row < num_tokens)[:, None] & (column < NUM_EXPERTS)[None, :])
+    # All threads have written when the program counts itself; who comes last sees what the others wrote before.
+    tl.debug_barrier()
+    if tl.atomic_add(counter_ptr, 1, sem="acq_rel", scope="gpu") < tl.num_programs(0) * tl.num_programs(1) - 1:
+        return
+    tl.store(counter_ptr, 0)
+
+    token, choice = tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_K)[None, :]
+    in_batch = (token < num_tokens)[:, None]
+    _, expert, is_expert = expert_places(NUM_EXPERTS, NUM_GROUPS, BLOCK_G, BLOCK_S)
+    slot = tl.load(slot_of_ptr + expert, mask=is_expert, other=-1)
+    slot = tl.where((slot >= 0) & (slot < num_slots), slot, num_slots)
+    logits = tl.zeros((BLOCK_T, BLOCK_G * BLOCK_S), tl.float32)
+    for p in tl.static_range(NUM_PARTS):
+        part_ptr = parts_ptr + (p * num_tokens + token)[:, None] * NUM_EXPERTS + expert
+        # Past the L1 cache, which knows nothing of other multiprocessors' stores.
+        logits += tl.load(part_ptr, mask=in_batch & is_expert, other=0.0, cache_modifier=".cg")
+    ids, weights, slots = choose_experts(
+        logits, in_batch, bias_ptr, slot, epsilon, scale,
+        NUM_EXPERTS, TOP_K, SIGMOID, NUM_GROUPS, TOPK_GROUPS, TOP2_SUM, RENORMALIZE, BLOCK_T, BLOCK_G, BLOCK_S, BLOCK_K,
+    )  # fmt: skip
+    if real_ptr is not None:
+        real = tl.load(real_ptr + token, mask=token < num_tokens, other=0)[:, None] != 0
+        ids, slots = tl.where(real, ids, -1), tl.where(real, slots, num_slots)
+    wanted = in_batch & (choice < TOP_K)
+    out = token[:, None] * TOP_K + choice
+    tl.store(ids_ptr + out, ids, mask=wanted)
+    tl.store(weights_ptr + out, weights, mask=wanted)
+    # Behind the slots come choices without one, behind those the places that are no choice.
+    slots = tl.reshape(tl.where(wanted, slots, num_slots + 1), (BLOCK_T * BLOCK_K,))
+    rows, offsets, last = _places(slots, num_slots, BLOCK_T * BLOCK_K, BINS)  # pyright: ignore
+    bins, place = tl.arange(0, BINS), tl.arange(0, BLOCK_T * BLOCK_K)
+    tl.store(offsets_ptr + bins, offsets, mask=bins < num_slots)
+    tl.store(offsets_ptr + num_slots, last)
+    token_of_place, here = place // BLOCK_K, slots < num_slots
+    packed_ptr = packed_row_ptr + token_of_place * TOP_K + place % BLOCK_K
+    tl.store(packed_ptr, tl.where(here, rows, -1), mask=slots <= num_slots)
+    tl.store(row_token_ptr + rows, token_of_place, mask=here)
+
+
+def gate_and_pack_triton(
+    x_TD: Tensor,
+    weight_ED: Tensor,
+    bias_E: Tensor | None,
+    rule: RoutingRule,
+    slot_of_E: Tensor,
+    num_slots: int,
+    *,
+    real_T: Tensor | None = None,
+    counter_1: Tensor,
+) -> tuple[Routing, Packed]:
+    """`gate_and_pack` of at most FEW_ROWS rows as one launch."""
+    check_operands(x_TD, weight_ED, bias_E, rule, real_T)
+    check_num_slots(num_slots)
+    (num_tokens, width), num_experts = x_TD.shape, weight_ED.shape[0]
+    assert serves(num_tokens, rule.top_k), f"{num_tokens} rows with {rule.top_k} choices are not few"
+    given = (slot_of_E.shape, slot_of_E.dtype, slot_of_E.device, counter_1.dtype, counter_1.device)
+    wanted = ((num_experts,), torch.int32, x_TD.device, torch.int32, x_TD.device)
+    assert given == wanted, f"slot_of_E and counter_1 are {given}, wanted {wanted}"
+    num_parts, device = cdiv(width, PART), x_TD.device
+    parts_PTE = torch.empty((num_parts, num_tokens, num_experts), dtype=torch.float32, device=device)
+    ids_TK = torch.empty((num_tokens, rule.top_k), dtype=torch.int32, device=device)
+    routing = Routing(ids_TK, torch.empty(ids_TK.shape, dtype=torch.float32, device=device))
+    packed = Packed(ids_TK.new_empty(ids_TK.numel()), torch.empty_like(ids_TK), ids_TK.new_empty(num_slots + 1))
+    options = tile_options(rule, num_experts) | {"BLOCK_T": _block_t(num_tokens)}
+    block_n = max(16, min(32, next_power_of_2(num_experts)))
+    _gate_few_kernel[(cdiv(num_experts, block_n), num_parts)](
+        x_TD,
+        weight_ED,
+        parts_PTE,
+        counter_1,
+        bias_E,
+        real_T,
+        slot_of_E,
+        *routing,
+        *packed,
+        num_tokens,
+        width,
+        x_TD.stride(0),
+        weight_ED.stride(0),
+        num_slots,
+        float(rule.epsilon),
+        float(rule.scale),
+        NUM_PARTS=num_parts,
+        **options,
+        BLOCK_N=block_n,
+        BINS=next_power_of_2(num_slots),
+        PART=PART,
+        num_warps=4,
+        num_stages=1,
+        **dependent_launch(x_TD),
+    )
+    return routing, packed
+
+
+def gate_and_pack_reference(
+    x_TD: Tensor,
+    weight_ED: Tensor,
+    bias_E: Tensor | None,
+    rule: RoutingRule,
+    slot_of_E: Tensor,
+    num_slots: int,
+    *,
+    real_T: Tensor | None = None,
+) -> tuple[Routing, Packed]:
+    """The definition, and the CPU's product path."""
+    routing = gate_reference(x_TD, weight_ED, bias_E, rule, real_T=real_T)
+    return routing, pack_reference(routing.expert_ids_TK, slot_of_E, num_slots)
