@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from configs.torchrun import without_multicast
-from expert_parallel.choice import DISPATCHERS, Choice, dispatcher_problems, make_dispatchers
+from expert_parallel.choice import DISPATCHERS, Choice, Dispatchers, dispatcher_problems, make_dispatchers
 from expert_parallel.dispatcher import Dispatcher, ExpertInput
 from expert_parallel.group import ExpertGroup, Ranks, RankValues, bring_up, rank_device
 from expert_parallel.peer_memory import symmetric_memory
@@ -99,7 +99,8 @@ def measure_ep(
     group, device = ranks.everyone, ranks.device
     placement = Placement.contiguous(shape.num_experts, group.size)
     for combine in COMBINES:
-        dispatchers = _make(group, placement, shape, combine, names, device)
+        made = _make(group, placement, shape, combine, names, device)
+        dispatchers = _by_name(made)
         copier = _Copier(group, max(tokens) * shape.top_k, shape.hidden, device)
         # The largest first: buffers that stay are made for it.
         for num_tokens in sorted(tokens, reverse=True):
@@ -110,6 +111,8 @@ def measure_ep(
                 copies = [copier.seconds(num_bytes) for num_bytes in (crossing.dispatch, crossing.combine)]
                 everyone: list[_Measured] = group.gather_objects(_Measured(times, graphs, copies, crossing))
                 yield _figures(everyone, shape, combine, num_tokens, sizes)
+        for each in made.values():
+            each.close()
 
 
 def make_rows(group: ExpertGroup, shape: LayerShape, num_tokens: int, sizes: str, device: torch.device) -> Rows:
@@ -143,13 +146,13 @@ def _make(
     combine: Combine,
     names: Sequence[str],
     device: torch.device,
-) -> dict[str, Dispatcher]:
-    """Each by its name; where decode has one of its own, that too."""
-    made: dict[str, Dispatcher] = {}
+) -> dict[str, Dispatchers]:
+    """Each by its name."""
+    made: dict[str, Dispatchers] = {}
     for name in names:
         if name == "deep_ep" and combine == "exact":
             continue  # it sums on the way
-        both = make_dispatchers(
+        made[name] = make_dispatchers(
             Choice(name, name, "timed"),
             group,
             placement,
@@ -159,10 +162,17 @@ def _make(
             timeout_s=_TIMEOUT_S,
             device=device,
         )
-        made[name] = both.prefill
-        if both.decode is not both.prefill:
-            made[f"{name} decode"] = both.decode
     return made
+
+
+def _by_name(made: Mapping[str, Dispatchers]) -> dict[str, Dispatcher]:
+    """Where decode has one of its own, that too."""
+    dispatchers: dict[str, Dispatcher] = {}
+    for name, both in made.items():
+        dispatchers[name] = both.prefill
+        if both.decode is not both.prefill:
+            dispatchers[f"{name} decode"] = both.decode
+    return dispatchers
 
 
 class _Measured(NamedTuple):

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from expert_parallel.group import Ranks
+from kernels.pack import Packed, pack
 from kernels.routing import Routing
 from launch.bench_engine import EngineBench, Run, recorded_steps, run_prompts, throughput_prompts
 from launch.figure import Figure
@@ -67,6 +68,13 @@ class SkewedGate(Gate):
         if real_T is not None:
             ids_TK = ids_TK.where(real_T[:, None] != 0, -1)
         return Routing(ids_TK, weights_TK)
+
+    def and_pack(
+        self, x_TD: Tensor, slot_of_E: Tensor, num_slots: int, real_T: Tensor | None = None
+    ) -> tuple[Routing, Packed]:
+        """What a single rank asks for."""
+        routing = self(x_TD, real_T)
+        return routing, pack(routing.expert_ids_TK, slot_of_E, num_slots)
 
 
 def skew_routing(network: CausalLM, exponent: float) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ import torch
 from expert_parallel import peer_memory
 from expert_parallel.all_gather import AllGatherDispatcher
 from expert_parallel.choice import Dispatchers, automatic_row_cap, choose, dispatcher_problems, make_dispatchers
-from expert_parallel.deep_ep import DeepEPDecodeDispatcher
+from expert_parallel.deep_ep import DeepEPDecodeDispatcher, DeepEPDispatcher
 from expert_parallel.group import ExpertGroup
 from expert_parallel.placement import Placement
 from tests import fake_deep_ep
@@ -112,3 +114,17 @@ def test_memory_that_cannot_be_shared_is_a_problem_on_all_ranks() -> None:
     text = "rank 1 could not share memory with the others (CUDA driver error: operation not permitted)"
     assert run_ranks(meets_nobody, 2) == [text, text]
     assert choose("auto", 2, GPU, {"one_sided": text}).decode == "all_gather"
+
+
+def test_what_a_library_holds_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once, though both dispatchers of DeepEP share it; others hold nothing of the kind."""
+    monkeypatch.setitem(sys.modules, "deep_ep", fake_deep_ep)
+    group, placement = ExpertGroup(0, 2, None), Placement.contiguous(4, 2)  # pyright: ignore
+    common = {"top_k": 2, "combine": "fast", "row_cap": None, "device": CPU}
+    for name in ("deep_ep", "all_gather"):
+        made = make_dispatchers(choose(name, 2, GPU), group, placement, **common)  # pyright: ignore
+        destroy = Mock()
+        if isinstance(made.prefill, DeepEPDispatcher):
+            made.prefill.shared._made = SimpleNamespace(destroy=destroy)
+        made.close()
+        assert destroy.call_count == (name == "deep_ep")
