@@ -40,7 +40,7 @@ def config(model: str, offload: OffloadConfig, *, quantization: str = "auto", **
 
 
 OFF = OffloadConfig()
-HELD_3 = {"slots_per_layer": 3}
+HELD_3: dict[str, Any] = {"slots_per_layer": 3}
 
 
 @cache
