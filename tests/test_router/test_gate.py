@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from kernels.pack import pack
 from kernels.routing import RoutingRule
 from router.gate import Gate
 from tests.compare import assert_same_bits
@@ -71,3 +72,18 @@ def test_C31_ids_do_not_depend_on_the_batch(device: str, dtype: torch.dtype) -> 
 def test_rule_that_does_not_fit_is_refused() -> None:
     with pytest.raises(ValueError, match="top_k=5"):
         Gate(torch.zeros(4, 8), None, RoutingRule(top_k=5))
+
+
+def test_a_gate_that_packs_too_gives_what_gate_and_pack_give() -> None:
+    """Experts 2 and 5 live elsewhere, slot 3 is empty."""
+    generator = torch.Generator().manual_seed(0)
+    gate = Gate(torch.randn(6, 16, generator=generator), torch.randn(6, generator=generator), RoutingRule(top_k=3))
+    x_TD = torch.randn(5, 16, generator=generator)
+    real_T = torch.tensor([True, True, False, True, True])
+    slot_of_E = torch.tensor([4, 0, -1, 1, 2, -1], dtype=torch.int32)
+    routing, packed = gate.and_pack(x_TD, slot_of_E, 5, real_T)
+    alone = gate(x_TD, real_T)
+    assert torch.equal(routing.expert_ids_TK, alone.expert_ids_TK)
+    assert torch.equal(routing.weights_TK, alone.weights_TK)
+    for ours, expected in zip(packed, pack(alone.expert_ids_TK, slot_of_E, 5)):
+        assert torch.equal(ours, expected)
