@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from configs.checks import check
+from configs.checks import check, freeze
 from configs.schema import Config
 
 
@@ -21,6 +21,12 @@ def changed(**values: Any) -> Config:
 
 def test_defaults_pass() -> None:
     check(Config())
+
+
+def test_experts_in_host_memory_have_keys_that_go_together() -> None:
+    for beside in ({}, {"offload__gpu_gb": 3.0}, {"offload__slots_per_layer": 0}, {"offload__tokens_per_seq": 640}):
+        check(changed(offload__regime="auto", offload__host_gb=200.0, **beside))
+    freeze(freeze(changed(offload__regime="stream", offload__tier="disk", offload__host_gb=4.0)))  # checked once closed
 
 
 @pytest.mark.parametrize(
@@ -91,6 +97,34 @@ def test_defaults_pass() -> None:
             {"parallel__dispatcher": "deep_ep"},
             "parallel.dispatcher=deep_ep sums rows on their way, which parallel.combine=exact rules out; give "
             "parallel.combine=fast, or another dispatcher.",
+        ),
+        ({"offload__regime": "on"}, "offload.regime='on' is unknown; give off or auto or cache or stream."),
+        ({"offload__regime": "auto", "offload__tier": "nvme"}, "offload.tier='nvme' is unknown; give host or disk."),
+        ({"offload__regime": "auto", "offload__slots_per_layer": -1}, "offload.slots_per_layer=-1 is out of range"),
+        ({"offload__regime": "auto", "offload__gpu_gb": 0.0}, "offload.gpu_gb=0.0 is out of range"),
+        ({"offload__regime": "auto", "offload__host_gb": -1.0}, "offload.host_gb=-1.0 is out of range"),
+        ({"offload__regime": "auto", "offload__tokens_per_seq": 0}, "offload.tokens_per_seq=0 is out of range"),
+        (
+            {"offload__slots_per_layer": 0},
+            "offload.slots_per_layer=0 has no effect with offload.regime=off; give offload.regime=auto, or leave it out.",
+        ),
+        ({"offload__tier": "disk"}, "offload.tier=disk has no effect with offload.regime=off"),
+        (
+            {"offload__regime": "auto", "offload__slots_per_layer": 2, "offload__gpu_gb": 3.0},
+            "offload.slots_per_layer=2 and offload.gpu_gb=3.0 both say how many experts the GPU holds; leave one of them",
+        ),
+        (
+            {"offload__regime": "auto", "offload__gpu_gb": 3.0, "offload__tokens_per_seq": 8},
+            "sizes the cache before the experts, whose room offload.gpu_gb=3.0 says already; leave one of them out.",
+        ),
+        (
+            {"offload__regime": "cache", "offload__slots_per_layer": 0},
+            "offload.slots_per_layer=0 holds no expert on the GPU, so offload.regime=cache has nothing to keep",
+        ),
+        ({"offload__regime": "auto", "offload__tier": "disk"}, "nothing says how large; give offload.host_gb"),
+        (
+            {"offload__regime": "auto", "offload__tier": "disk", "offload__host_gb": 4.0, "load_format": "dummy"},
+            "offload.tier=disk reads experts from the checkpoint's files, and load_format=dummy has none",
         ),
         ({"parallel__combine": "quick"}, "parallel.combine='quick' is unknown; give exact or fast."),
         ({"job__shards": 0}, "job.shards=0 is out of range"),

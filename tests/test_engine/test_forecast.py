@@ -1,0 +1,178 @@
+"""What is planned before loading is what the engine then finds, and offload.* is refused with the arithmetic."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from configs.checks import freeze
+from configs.schema import CacheConfig, Config, EngineConfig, OffloadConfig
+from launch.figure import ROOT
+from moe import LLM
+from moe.engine.forecast import Forecast, Subject, forecast
+from moe.engine.host_memory import HostMemory
+from moe.engine.machine import OTHER_BYTES, Machine
+from moe.engine.memory_plan import GIB, DeviceMemory, plan_memory
+from moe.engine.parts import kv_layout, step_limits
+from moe.model.families.registry import read_config
+from moe.model.weight_sizes import weight_sizes
+
+DEMO_BUNDLE = 147_456  # of the demo: 6 layers of 8 experts
+
+
+def config(model: str = "demo", *, quantization: str = "auto", **offload: Any) -> Config:
+    engine = EngineConfig(max_model_len=128, max_num_seqs=4, max_batched_tokens=64, device="cpu")
+    cache = CacheConfig(num_blocks=64)
+    keys = OffloadConfig(**offload)
+    return freeze(Config(model=model, engine=engine, cache=cache, offload=keys, quantization=quantization))
+
+
+@pytest.mark.parametrize(
+    "offload",
+    [{}, {"regime": "stream"}, {"regime": "cache", "slots_per_layer": 3}, {"regime": "auto", "slots_per_layer": 0}],
+    ids=["off", "stream", "cache", "nothing held"],
+)
+@pytest.mark.parametrize(("model", "quantization"), [("demo", "auto"), ("demo-deepseek", "auto"), ("demo", "fp8")])
+def test_the_engine_finds_what_was_planned(
+    model: str, quantization: str, offload: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Weights, cache and host memory to the byte; on the CPU steps are not measured."""
+    with caplog.at_level(logging.INFO), LLM(config=config(model, quantization=quantization, **offload)) as llm:
+        assert llm._engine is not None
+        planned, found = llm._engine.parts.forecast, llm.memory_plan
+    assert planned is not None and planned.plan is not None
+    assert planned.weight_bytes == found.weight_bytes and planned.plan.kv_bytes == found.kv_bytes
+    assert planned.host_bytes == found.host_bytes and (found.host_bytes > 0) == bool(offload)
+    weights = f"{found.weight_bytes / GIB:.3f}"
+    assert f"planned and actual, GiB: weights {weights} and {weights}, KV cache" in caplog.text
+    assert ("experts in host memory" in caplog.text) == bool(offload)
+
+
+def test_what_has_room_stays_on_the_device(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO), LLM(config=config(regime="stream", slots_per_layer=8)) as llm:
+        assert llm._engine is not None and llm._engine.parts.offload is None
+    assert "offload.regime=stream: all experts have room on the device, and stay there" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("offload", "message"),
+    [
+        (
+            {"regime": "stream", "gpu_gb": 0.0001},
+            "offload.gpu_gb=0.0001 has no room for the two buffers that experts pass through, 0.002 GiB; raise it, or",
+        ),
+        (
+            {"regime": "stream", "host_gb": 0.004},
+            "offload.host_gb=0.004 is less than the 0.007 GiB of the experts (6 layers of 0.14 MiB an expert: 0.007 "
+            "GiB); raise it, or give offload.tier=disk.",
+        ),
+    ],
+)
+def test_budgets_that_cannot_be_are_refused_before_loading(offload: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        LLM(config=config(**offload))
+    assert message in str(caught.value)
+
+
+def subject(name: str, settings: Config) -> Subject:
+    model = read_config(ROOT / "benchmarks" / "models" / name)
+    dtype, cpu = torch.bfloat16, torch.device("cpu")
+    layout = kv_layout(model, settings.cache.block_size, dtype, settings.cache.dtype, cpu)
+    return Subject(model, dtype, layout, step_limits(settings, 8192, torch.device("cuda")))
+
+
+def planned(machine: Machine, **offload: Any) -> Forecast:
+    settings = freeze(Config(offload=OffloadConfig(**offload)))
+    return forecast(settings, subject("qwen3-30b-a3b", settings), machine)
+
+
+GPU = Machine("a card", 80 * GIB, num_ranks=2, ranks_here=2)
+
+
+def test_C50_pinned_memory_is_that_of_the_host_divided_by_its_ranks() -> None:
+    """54 GiB of experts of 9 MiB, which no power of two rounds up; two ranks hold each once, 27 GiB for each."""
+    offload = planned(
+        replace(GPU, host=HostMemory(60 * GIB, "the machine")), regime="stream", slots_per_layer=8
+    ).offload
+    assert offload is not None and offload.host_bytes == 27 * GIB and offload.num_slots == 64
+    bounded = planned(GPU, regime="stream", slots_per_layer=8, tier="disk", host_gb=4.0).offload
+    assert bounded is not None and bounded.host_bytes == 2 * GIB
+    alone = planned(replace(GPU, num_ranks=1, ranks_here=1), regime="stream", slots_per_layer=8, host_gb=54.0).offload
+    assert alone is not None and alone.host_bytes == 54 * GIB
+
+
+def test_C50_too_little_host_memory_is_refused_with_the_arithmetic() -> None:
+    with pytest.raises(ValueError) as caught:
+        planned(GPU, regime="stream", host_gb=4.0, slots_per_layer=8)
+    assert str(caught.value) == (
+        "offload.host_gb=4 is less than the 54.000 GiB of the experts (48 layers of 9.00 MiB an expert: 27.000 GiB x 2 "
+        "ranks); raise it, or give offload.tier=disk."
+    )
+    group = HostMemory(6 * GIB, "the limit memory.max=6442450944 of the control group /sys/fs/cgroup/job")
+    with pytest.raises(ValueError) as caught:
+        planned(replace(GPU, host=group), regime="stream", slots_per_layer=8)
+    assert str(caught.value) == (
+        "experts (48 layers of 9.00 MiB an expert: 27.000 GiB x 2 ranks) take 54.000 GiB of pinned host memory, and "
+        "the limit memory.max=6442450944 of the control group /sys/fs/cgroup/job leaves 6.000 GiB (1.000 GiB of them for "
+        "the processes themselves); free memory, raise that limit, or give offload.tier=disk and a lower "
+        "offload.host_gb."
+    )
+    within = planned(replace(GPU, host=group), regime="stream", slots_per_layer=8, tier="disk", host_gb=4.0).offload
+    assert within is not None and within.host_bytes * 2 == 4 * GIB
+
+
+def test_a_gpu_too_small_for_anything_is_refused() -> None:
+    with pytest.raises(ValueError) as caught:
+        planned(replace(GPU, total=6 * GIB), regime="auto")
+    assert "offload.regime=auto: beside other weights and steps" in str(caught.value)
+    assert "less than buffers for experts and a cache for one sequence take" in str(caught.value)
+    small = planned(replace(GPU, total=6 * GIB))  # without offload it is a problem, which the measured plan decides on
+    assert small.plan is None and small.problem is not None and "offload.regime=auto" in small.problem
+
+
+def test_the_cache_is_what_sequences_want_with_auto() -> None:
+    """1,024 sequences of 1,024 tokens want 96 GiB of a card of 24: all experts pass. 16 of them want 1.5 GiB."""
+    alone = Machine("a card", 24 * GIB)
+    many, few = planned(alone, regime="auto"), forecast(*_few(alone, "auto"), alone)
+    assert many.offload is not None and many.offload.held_slots == 0
+    assert few.offload is not None and few.plan is not None and few.offload.held_slots > 30
+    assert 0 <= few.plan.kv_bytes - 16 * 1024 * 96 * 1024 < 48 * few.offload.bundle_bytes
+    # One row asks for 8 of 128 experts: more than 16 sequences ask for nearly all, so a cache of them is for no more.
+    cached = planned(alone, regime="cache")
+    assert cached.offload is not None and cached.offload.held_slots > 30
+
+
+def _few(machine: Machine, regime: str) -> tuple[Config, Subject]:
+    settings = Config(engine=EngineConfig(max_num_seqs=16), offload=OffloadConfig(regime=regime))
+    return freeze(settings), subject("qwen3-30b-a3b", settings)
+
+
+def test_what_was_planned_leaves_the_engine_that_cache() -> None:
+    """An engine that measures what was planned gets the planned blocks, and the GPU is never overdrawn."""
+    for total in (24, 40, 64, 80, 141):
+        for regime in ("off", "auto", "stream", "cache"):
+            found = planned(Machine("a card", total * GIB), regime=regime)
+            if found.plan is None:
+                continue
+            memory = DeviceMemory("x", total * GIB, found.weight_bytes, found.workspace.num_bytes, OTHER_BYTES)
+            layout = subject("qwen3-30b-a3b", Config()).layout
+            keys = {"num_blocks": None, "memory_fraction": 0.9, "cpu_gb": 1.0, "max_model_len": 8192}
+            assert plan_memory(layout, memory, **keys).num_blocks == found.plan.num_blocks
+            used = found.plan.kv_bytes + found.plan.weight_bytes + found.plan.workspace_bytes + OTHER_BYTES
+            assert used <= 0.9 * total * GIB
+
+
+def test_weights_by_kind_are_those_of_the_shapes() -> None:
+    """DeepSeek-V2-Lite: 27 layers, the first dense of width 10,944; two shared experts of 1,408; 64 routed ones."""
+    model = read_config(ROOT / "benchmarks" / "models" / "dsv2-lite")
+    sizes = weight_sizes(model, 64, torch.bfloat16)
+    assert sizes.dense == 3 * 10_944 * 2048 * 2 and sizes.shared == 26 * 3 * 2816 * 2048 * 2
+    assert sizes.bundle == 3 * 1408 * 2048 * 2 and sizes.num_layers == 26
+    assert sizes.embeddings == 2 * 102_400 * 2048 * 2 and sizes.routers == 26 * 64 * 2048 * 2
+    assert sizes.norms == 2 * 2048 * (2 * 27 + 1)  # MLA's own are part of its attention
+    assert sizes.total / GIB == pytest.approx(29.256, abs=5e-4)  # as an H200 held it
+    assert weight_sizes(replace(model, fp8_experts=True), 64, torch.bfloat16).bundle < 0.51 * sizes.bundle

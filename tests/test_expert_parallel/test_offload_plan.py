@@ -1,0 +1,110 @@
+"""How many experts are held: by hand, and by properties over many sizes."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from expert_parallel.offload_plan import (
+    STAGING_BYTES,
+    OffloadPlan,
+    Room,
+    choose_held,
+    held_bytes,
+    held_within,
+    staging_slots,
+)
+
+MIB, GIB = 1 << 20, 1 << 30
+
+
+def plan(**changed: object) -> OffloadPlan:
+    values = {"regime": "auto", "num_slots": 128, "held_slots": 32, "staging_slots": 7, "num_layers": 48}
+    return OffloadPlan(**(values | {"bundle_bytes": 9 * MIB, "tier": "host", "host_bytes": 54 * GIB} | changed))  # pyright: ignore
+
+
+def test_bytes_by_hand() -> None:
+    """48 layers of 32 held experts of 9 MiB are 13.5 GiB, two buffers of 7 are 126 MiB; 96 a layer pass: 40.5 GiB."""
+    one = plan()
+    assert one.gpu_bytes == 13.5 * GIB + 126 * MIB and one.streamed_bytes == 40.5 * GIB
+    assert held_bytes(128, 32, 48, 9 * MIB) == one.gpu_bytes
+    assert held_bytes(128, 128, 48, 9 * MIB) == 54 * GIB  # nothing passes, so there are no buffers
+    words = one.words()
+    assert (
+        "in host memory (auto): the GPU holds 32 of 128 in each of 48 layers" in words and "13.623 GiB there" in words
+    )
+    assert plan(tier="disk").words().startswith("experts on disk, behind host memory (auto)")
+    with pytest.raises(AssertionError, match="128 of 128 slots are held"):
+        plan(held_slots=128)
+
+
+def test_which_calls_stream() -> None:
+    assert [plan().streams(rows) for rows in (1, 127, 128)] == [False, False, True]
+    assert plan(regime="stream").streams(1) and not plan(regime="cache").streams(10_000)
+
+
+@pytest.mark.parametrize(
+    ("passing", "bundle", "slots"),
+    [
+        (96, 9 * MIB, 7),  # 7.1 go into 64 MiB: 13 chunks of 7 and one of 5
+        (7, 336 * MIB, 1),  # a bundle that is larger than a buffer should be
+        (3, 1024, 3),  # everything in one chunk
+        (8, 9 * MIB, 4),  # two chunks of 4, not 7 and 1
+    ],
+)
+def test_buffers_are_cut_evenly(passing: int, bundle: int, slots: int) -> None:
+    assert staging_slots(passing, bundle) == slots
+
+
+def test_all_experts_stay_where_the_cache_still_has_a_share() -> None:
+    """54 GiB of experts, sequences of 60 MiB: an eightieth of 56 GiB and one sequence are 0.77 GiB; below, the cache
+    gets what 512 sequences want, and experts what is left."""
+    wanted = 512 * 60 * MIB
+
+    def held(gib: float) -> int | None:
+        return choose_held(128, 48, 9 * MIB, Room(int(gib * GIB), int(gib * GIB), wanted, 60 * MIB))
+
+    assert held(54.8) == 128 and held(200) == 128
+    assert held(54.7) == (54.7 * GIB - wanted - 126 * MIB) // (48 * 9 * MIB) == 58
+    assert held(30) == 0  # the cache gets less than it wants
+    assert held(0.1) is None  # not even the buffers
+    small = Room(54 * GIB + 60 * MIB, 54 * GIB + 60 * MIB, 60 * MIB, 60 * MIB)
+    assert choose_held(128, 48, 9 * MIB, small) == 128  # one sequence wants no more
+    captured = Room(small.shared, 54 * GIB, 60 * MIB, 60 * MIB)
+    assert choose_held(128, 48, 9 * MIB, captured) != 128  # graphs take what its cache needs
+
+
+def test_what_is_chosen_fits_and_leaves_nothing_over() -> None:
+    draw = random.Random(5)
+    for _ in range(300):
+        slots, layers, bundle = draw.randint(1, 256), draw.randint(1, 61), draw.randint(1, 400) * MIB
+        everything = slots * layers * bundle
+        shared = int(everything * draw.uniform(0.05, 1.3)) + draw.randint(0, GIB)
+        least = draw.randint(1, 200) * MIB
+        room = Room(shared, shared, least * draw.randint(1, 1024), least)
+        held = choose_held(slots, layers, bundle, room)
+        if held is None:
+            assert held_bytes(slots, 0, layers, bundle) + least > shared
+        elif held == slots:
+            assert everything < shared
+        else:
+            taken = held_bytes(slots, held, layers, bundle)
+            assert taken + (room.wanted if held else least) <= shared, "what was chosen does not fit"
+            assert held + 1 == slots or held_bytes(slots, held + 1, layers, bundle) + room.wanted > shared
+        more = Room(shared + GIB, shared + GIB, room.wanted, least)
+        assert (choose_held(slots, layers, bundle, more) or 0) >= (held or 0), "more memory holds fewer"
+
+
+def test_a_budget_of_bytes_is_filled() -> None:
+    draw = random.Random(6)
+    for _ in range(200):
+        slots, layers, bundle = draw.randint(1, 256), draw.randint(1, 61), draw.randint(1, 400) * MIB
+        budget = draw.randint(0, slots * layers * bundle * 5 // 4)
+        held = held_within(slots, layers, bundle, budget)
+        if held is None:
+            assert held_bytes(slots, 0, layers, bundle) > budget
+            continue
+        assert held_bytes(slots, held, layers, bundle) <= budget
+        assert held == slots or held + 1 == slots or held_bytes(slots, held + 1, layers, bundle) > budget
+    assert 2 * staging_slots(128, 9 * MIB) * 9 * MIB <= 2 * STAGING_BYTES
