@@ -117,8 +117,8 @@ def test_C50_too_little_host_memory_is_refused_with_the_arithmetic() -> None:
         planned(replace(GPU, host=group), regime="stream", slots_per_layer=8)
     assert str(caught.value) == (
         "experts (48 layers of 9.00 MiB an expert: 27.000 GiB x 2 ranks) take 54.000 GiB of pinned host memory, and "
-        "the limit memory.max=6442450944 of the control group /sys/fs/cgroup/job leaves 6.000 GiB (1.000 GiB of them for "
-        "the processes themselves); free memory, raise that limit, or give offload.tier=disk and a lower "
+        "the limit memory.max=6442450944 of the control group /sys/fs/cgroup/job leaves 6.000 GiB (1.000 GiB of them "
+        "for the processes themselves); free memory, raise that limit, or give offload.tier=disk and a lower "
         "offload.host_gb."
     )
     within = planned(replace(GPU, host=group), regime="stream", slots_per_layer=8, tier="disk", host_gb=4.0).offload
