@@ -242,7 +242,9 @@ def way_out(ask: Ask) -> str:
         except ValueError:
             continue  # keys that do not go together
         if outcome.problem is None and outcome.speed is not None:
-            words = [f"{key}={value}" for key, value in values.items()] + [f"gpus={gpus}"] * (gpus != ask.gpus)
+            words = [f"{key}={'null' if value is None else value}" for key, value in values.items()] + [
+                f"gpus={gpus}"
+            ] * (gpus != ask.gpus)
             rate = amount(outcome.speed.tokens_per_s)
             return f"It fits with {' '.join(words)}: up to {outcome.seqs} sequences at a time, at most {rate} tokens/s."
     return "Neither experts in host memory nor fp8, fewer sequences or up to 64 GPUs make it fit."

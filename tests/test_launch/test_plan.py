@@ -109,7 +109,7 @@ def test_what_does_not_fit_has_a_way_out(capsys: pytest.CaptureFixture[str]) -> 
     assert "the cache holds 144 tokens, fewer than one sequence of 640 takes." in out
     assert "Neither experts in host memory nor fp8, fewer sequences or up to 64 GPUs make it fit." in out
     assert plan.main([*words, HOST, "offload.regime=auto", "offload.slots_per_layer=60"]) == 1
-    assert "It fits with offload.slots_per_layer=None offload.gpu_gb=None" in capsys.readouterr().out
+    assert "It fits with offload.slots_per_layer=null offload.gpu_gb=null" in capsys.readouterr().out
 
 
 def test_more_gpus_share_the_experts() -> None:
