@@ -1,4 +1,5 @@
-"""A job of 2,000 lines on two GPUs is, byte for byte, that of one; also with a rank killed halfway and restarted."""
+"""A job of 2,000 lines on two GPUs is, byte for byte, that of one; also with a rank killed halfway and restarted, and
+while experts move from GPU to GPU."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ def write_lines(path: Path, num_lines: int) -> None:
 
 
 def jobs_end_alike(folder: Path, num_lines: int, device: str) -> None:
-    """One rank, two, and two of which one is killed after a quarter of all records: all three at a time."""
+    """One rank; two; two of which one is killed after a quarter of all records, which is half of its own; two between
+    which experts move. All four at a time."""
     write_lines(folder / "in.jsonl", num_lines)
     words = ["input=in.jsonl", f"engine.device={device}", "cache.num_blocks=4096", "cache.prefix_caching=false"]
     words += ["engine.max_num_seqs=64", "engine.max_batched_tokens=2048", "parallel.timeout_s=120"]
@@ -38,6 +40,10 @@ def jobs_end_alike(folder: Path, num_lines: int, device: str) -> None:
     commands = {
         "one": ["-m", "launch.generate", *words],
         "two": [*TORCHRUN, "--master-port=29611", "-m", "launch.generate", *words],
+        "moving": [
+            *(*TORCHRUN, "--master-port=29613", "-m", "launch.generate", *words),
+            *("balance.interval=5", "balance.move=always", "balance.load_file=load.json"),
+        ],
         "killed": [*TORCHRUN, "--master-port=29612", "--max-restarts=1", script, f"1:{num_lines // 4}", *words],
     }
     running = {}
@@ -60,7 +66,8 @@ def jobs_end_alike(folder: Path, num_lines: int, device: str) -> None:
     assert logs["killed"].count("going on after an unfinished run") == 1, logs["killed"][-4000:]
     one = folder / "one.jsonl"
     assert [record["id"] for record in read_jsonl(one)] == [f"l{index}" for index in range(num_lines)]
-    for name in ("two", "killed"):
+    assert "experts moved" in logs["moving"], logs["moving"][-4000:]
+    for name in ("two", "moving", "killed"):
         different = [
             (own["id"], own["text"], other["text"])
             for own, other in zip(read_jsonl(one), read_jsonl(folder / f"{name}.jsonl"), strict=True)
