@@ -77,8 +77,8 @@ class MoELayer:
                 yield
             y_RD = self.experts(inputs)
             if not parts:
-                if plan.beside is not None:
-                    plan.beside.join()
+                if shared is not None and plan.beside is not None:
+                    plan.beside.join()  # what was never forked may not be joined: a capture would fail
                 elif shared is not None:
                     shared_TD = shared(x_TD, plan.all_rows_2)
                 if shared_TD is not None and fill:

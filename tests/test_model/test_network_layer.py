@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 
@@ -17,7 +18,7 @@ from moe.model.config import MoEConfig
 from moe.model.experts import DenseMLP
 from moe.model.layer import MoELayer
 from moe.model.linear import Linear, Parameters
-from moe.model.overlap import run_through
+from moe.model.overlap import SideStream, run_through
 from moe.model.step_input import StepInput
 from moe.model.step_plan import StepPlan
 from router.load import LoadCounter
@@ -88,6 +89,27 @@ def test_C46_shared_expert_is_added_once_and_unscaled() -> None:
         rule = RoutingRule(top_k=2, scale=scale)
         layer = layer_of_scalings(4, rule, router_ED, Placement.contiguous(4, 1), 0, shared=10.0)
         torch.testing.assert_close(rows_of(layer, X)[:, :3], expected * X[:, :3])
+
+
+@pytest.mark.parametrize("shared", [None, 10.0])
+def test_what_was_not_forked_is_not_joined(shared) -> None:
+    """A side stream that nobody forked holds work of others: joined while a graph is captured, it breaks the capture."""
+
+    class Side(SideStream):
+        forks = joins = 0
+
+        def fork(self) -> None:
+            self.forks += 1
+
+        def join(self) -> None:
+            self.joins += 1
+
+    layer = layer_of_scalings(4, RoutingRule(top_k=2), torch.eye(4), Placement.contiguous(4, 1), 0, shared=shared)
+    x_TD, residual_TD, norm, plan = inputs_of(X)
+    side = Side(torch.device("cpu"))
+    beside_TD = run_through(layer.stages(x_TD, residual_TD, norm, replace(plan, beside=side)))[1]
+    assert side.forks == side.joins == (0 if shared is None else 1)
+    assert_same_bits(beside_TD, run_through(layer.stages(x_TD, residual_TD, norm, plan))[1])
 
 
 def test_C46_replicated_shared_expert_and_split_routed_ones() -> None:
