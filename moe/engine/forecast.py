@@ -28,6 +28,8 @@ from moe.model.weight_sizes import WeightSizes, weight_sizes
 
 TOKENS_PER_SEQ = 1024
 """Where offload.tokens_per_seq leaves it open, and a checkpoint allows so many."""
+TOLERANCE = 0.05
+"""Beyond it the sum is wrong, or somebody else uses the device."""
 CPU_SHARE = 4
 """On the CPU held experts are copies that gain nothing: a quarter, so that all that a GPU does happens there too."""
 
@@ -60,6 +62,14 @@ class Forecast:
     @property
     def host_bytes(self) -> int:
         return 0 if self.offload is None else self.offload.host_bytes
+
+    def misses(self, actual: MemoryPlan) -> bool:
+        """Whether what is no cache, or the host's part, came out more than 5 % from what was planned."""
+        pairs = [(self.host_bytes, actual.host_bytes)]
+        if actual.total_bytes is not None:
+            measured = actual.weight_bytes + actual.workspace_bytes
+            pairs.append((self.weight_bytes + self.workspace.num_bytes, measured))
+        return any(abs(planned - found) > TOLERANCE * found for planned, found in pairs)
 
     def against(self, actual: MemoryPlan) -> str:
         """Planned and measured bytes, side by side."""

@@ -58,7 +58,8 @@ def plan_cache(
         max_model_len=parts.max_model_len,
     )
     if parts.forecast is not None:
-        logger.info("%s", parts.forecast.against(plan))
+        level = logging.WARNING if parts.forecast.misses(plan) else logging.INFO
+        logger.log(level, "%s", parts.forecast.against(plan))
     return plan
 
 

@@ -166,6 +166,23 @@ def test_what_was_planned_leaves_the_engine_that_cache() -> None:
             assert used <= 0.9 * total * GIB
 
 
+def test_a_sum_that_is_off_is_told() -> None:
+    """5 % of weights and working space, or of the host's memory."""
+    found = planned(Machine("a card", 80 * GIB), regime="stream", slots_per_layer=8)
+    assert found.plan is not None and not found.misses(found.plan)
+    taken = found.plan.weight_bytes + found.plan.workspace_bytes
+    for share, missed in ((0.04, False), (0.06, True)):
+        assert (
+            found.misses(replace(found.plan, workspace_bytes=found.plan.workspace_bytes + int(share * taken))) == missed
+        )
+        assert found.misses(replace(found.plan, host_bytes=int((1 + share) * found.host_bytes))) == missed
+    text = found.against(replace(found.plan, weight_bytes=2 * GIB))
+    assert (
+        f"weights {found.weight_bytes / GIB:.3f} and 2.000, workspace" in text
+        and "host memory 54.000 and 54.000" in text
+    )
+
+
 def test_weights_by_kind_are_those_of_the_shapes() -> None:
     """DeepSeek-V2-Lite: 27 layers, the first dense of width 10,944; two shared experts of 1,408; 64 routed ones."""
     model = read_config(ROOT / "benchmarks" / "models" / "dsv2-lite")
@@ -176,3 +193,23 @@ def test_weights_by_kind_are_those_of_the_shapes() -> None:
     assert sizes.norms == 2 * 2048 * (2 * 27 + 1)  # MLA's own are part of its attention
     assert sizes.total / GIB == pytest.approx(29.256, abs=5e-4)  # as an H200 held it
     assert weight_sizes(replace(model, fp8_experts=True), 64, torch.bfloat16).bundle < 0.51 * sizes.bundle
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("offload", [{}, {"regime": "stream", "slots_per_layer": 16}], ids=["off", "stream"])
+def test_a_gpu_takes_what_was_planned(offload: dict[str, Any]) -> None:
+    """Weights to the byte, working space and host memory within 5 %, on made-up weights of a shipped shape."""
+    if torch.cuda.mem_get_info()[1] < 48 * GIB:
+        pytest.skip("DeepSeek-V2-Lite's shape takes 32 GiB")
+    settings = Config(
+        model=str(ROOT / "benchmarks" / "models" / "dsv2-lite"),
+        load_format="dummy",
+        engine=EngineConfig(max_model_len=8192, device="cuda", capture_seconds=0.0),
+        offload=OffloadConfig(**offload),
+    )
+    with LLM(config=settings) as llm:
+        assert llm._engine is not None
+        found, actual = llm._engine.parts.forecast, llm.memory_plan
+    assert found is not None and found.weight_bytes == actual.weight_bytes
+    assert found.workspace.num_bytes == pytest.approx(actual.workspace_bytes, rel=0.05)
+    assert found.host_bytes == pytest.approx(actual.host_bytes, rel=0.02) and not found.misses(actual)

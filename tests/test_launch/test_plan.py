@@ -27,6 +27,10 @@ def ask(*words: str) -> Ask:
     return read_ask([HOST, "gpu_gb=80", *words])
 
 
+def with_memory(asked: Ask, gpu_gb: int) -> Outcome:
+    return evaluate(replace(asked, gpu_bytes=gpu_gb * GIB))
+
+
 def fitting(*words: str) -> Outcome:
     outcome = evaluate(ask(*words))
     assert outcome.problem is None and outcome.forecast is not None and outcome.speed is not None, outcome.problem
@@ -130,9 +134,9 @@ def test_more_gpus_share_the_experts() -> None:
 @pytest.mark.parametrize("words", [(), ("offload.regime=stream", "offload.slots_per_layer=3")])
 @pytest.mark.parametrize("name", SHAPES)
 def test_more_memory_never_holds_less(name: str, words: tuple[str, ...]) -> None:
-    tokens = []
+    tokens, asked = [], ask(f"model={name}", *words)
     for gpu_gb in (16, 24, 40, 64, 80, 141, 192):
-        planned = evaluate(ask(f"model={name}", f"gpu_gb={gpu_gb}", *words)).forecast
+        planned = with_memory(asked, gpu_gb).forecast
         tokens.append(0 if planned is None or planned.plan is None else planned.plan.capacity_tokens)
     assert tokens == sorted(tokens) and tokens[-1] > 0
 
@@ -140,9 +144,9 @@ def test_more_memory_never_holds_less(name: str, words: tuple[str, ...]) -> None
 @pytest.mark.parametrize("name", SHAPES)
 def test_more_memory_is_never_slower_with_auto(name: str) -> None:
     """Also where it becomes enough for all experts: fewer sequences go on then, and each step is far shorter."""
-    rates = []
+    rates, asked = [], ask(f"model={name}", "offload.regime=auto")
     for gpu_gb in (16, 20, 24, 30, 34, 38, 46, 60, 64, 70, 76, 94, 97, 100, 103, 106, 110, 130, 160):
-        speed = evaluate(ask(f"model={name}", f"gpu_gb={gpu_gb}", "offload.regime=auto")).speed
+        speed = with_memory(asked, gpu_gb).speed
         rates.append(0.0 if speed is None else speed.tokens_per_s)
     assert all(after >= 0.98 * before for before, after in pairwise(rates)), rates
     assert rates[-1] > 10 * next(rate for rate in rates if rate)
