@@ -176,13 +176,21 @@ class DecodeGraphs:
         self.places.newest_P.scatter_(0, rows_4B[1], ids_B)
 
     def _capture(self, size: int, bound: int, *, wants_logits: bool) -> torch.cuda.CUDAGraph:
-        """Run the step once on padding alone, so that everything is compiled, then record it."""
+        """A step of padding alone."""
         started = time.perf_counter()
         if size not in self._rows:
             self._rows[size] = torch.empty((4, size), dtype=torch.int64, device=self.device)
         nothing = np.zeros((4, 0), np.int64)
         self._rows[size].copy_(self._padded(nothing, size))
-        self._run(size, bound, wants_logits=wants_logits)
+        graph = self.record(lambda: self._run(size, bound, wants_logits=wants_logits))
+        self._graphs[size, bound, wants_logits] = graph
+        seconds = time.perf_counter() - started
+        logger.debug("captured decode of %d rows up to %d positions in %.2f s", size, bound, seconds)
+        return graph
+
+    def record(self, run: Callable[[], None]) -> torch.cuda.CUDAGraph:
+        """What `run` launches, after it ran once, so that everything is compiled. In the memory of all graphs here."""
+        run()
         torch.cuda.synchronize(self.device)
         graph = torch.cuda.CUDAGraph()
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
@@ -191,11 +199,8 @@ class DecodeGraphs:
             # Other threads may ask the device meanwhile, as NCCL's watchdog does about collectives launched before.
             graph.capture_begin(pool=self._memory, capture_error_mode="thread_local")
             try:
-                self._run(size, bound, wants_logits=wants_logits)
+                run()
             finally:
                 graph.capture_end()
         torch.cuda.current_stream(self.device).wait_stream(self._stream)
-        self._graphs[size, bound, wants_logits] = graph
-        seconds = time.perf_counter() - started
-        logger.debug("captured decode of %d rows up to %d positions in %.2f s", size, bound, seconds)
         return graph

@@ -20,9 +20,9 @@ from collections.abc import Iterable, Sequence
 
 from moe.engine.sequence import Sequence as Sample
 
-# Never fewer: up to about so many tokens a step's products take little longer than the weights they read. By the times
-# of single steps on an H200, bench workload w1 gains 8, 9 and 3 % on qwen3, dsv2-lite and mixtral with 1024, and 6, 6
-# and 2 % with 2048; fewer than 1024 would leave the device waiting for the host, which launches these steps.
+# Never fewer: up to about so many tokens a step's products take little longer than the weights they read. Reckoned from
+# the times of single steps on an H200, not measured: bench workload w1 gains 8, 9 and 3 % on qwen3, dsv2-lite and
+# mixtral with 1024, and 6, 6 and 2 % with 2048.
 LEAST_TOKENS = 1024
 # What an answer that may be of any length counts as when prompts are put in order.
 ANY_LENGTH = 4096

@@ -79,15 +79,7 @@ def check_decodes(rows_4B: np.ndarray, decodes: Rows[Sequence], limits: Limits) 
 def step_tensors(schedule: Schedule, places: Places, limits: Limits) -> StepTensors:
     """Any step, launched kernel by kernel. Its new sequences' places are filled already."""
     decodes, chunks, size = schedule.decodes, schedule.chunks, limits.block_size
-    rows_4B = decode_rows(decodes, size)
-    decode_slots = rows_4B[3] * size + rows_4B[2] % size
-    token_ids, positions, slots = _chunk_rows(chunks, size)
-    limits.check(
-        np.concatenate([rows_4B[0], token_ids]),
-        np.concatenate([rows_4B[2], positions]),
-        np.concatenate([decode_slots, slots]),
-        schedule.sequences,
-    )
+    rows_4B, (token_ids, positions, slots) = checked_rows(schedule, limits)
     lengths = np.array([chunk.length for chunk in chunks], np.int64)
     ends = np.array([chunk.end for chunk in chunks], np.int64)
     host = [
@@ -123,6 +115,19 @@ def step_tensors(schedule: Schedule, places: Places, limits: Limits) -> StepTens
     return StepTensors(step, sampled, positions_T[wanted[: len(schedule.sampled)]] + 1)
 
 
+def checked_rows(schedule: Schedule, limits: Limits) -> tuple[np.ndarray, tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    """`decode_rows` and `chunk_rows` of a step, within the bounds."""
+    size = limits.block_size
+    rows_4B, (token_ids, positions, slots) = decode_rows(schedule.decodes, size), chunk_rows(schedule.chunks, size)
+    limits.check(
+        np.concatenate([rows_4B[0], token_ids]),
+        np.concatenate([rows_4B[2], positions]),
+        np.concatenate([rows_4B[3] * size + rows_4B[2] % size, slots]),
+        schedule.sequences,
+    )
+    return rows_4B, (token_ids, positions, slots)
+
+
 def logits_rows(schedule: Schedule) -> list[int]:
     """Rows that need a token, in the order of the schedule, then rows whose prompt log-probabilities are wanted."""
     rows = list(schedule.sampled_decodes)
@@ -142,7 +147,7 @@ def num_prompt_rows(chunk: Chunk) -> int:
     return min(chunk.end, chunk.sequence.num_prompt - 1) - chunk.start
 
 
-def _chunk_rows(chunks: Rows[Chunk], size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def chunk_rows(chunks: Rows[Chunk], size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Token ids, positions and slots of all chunks, one after another."""
     total = sum(chunk.length for chunk in chunks)
     token_ids, positions, slots = (np.empty(total, np.int64) for _ in range(3))
