@@ -167,7 +167,9 @@ class OneSidedDispatcher(GroupDispatcher):
         layout, own = buffers.layout, buffers.peers.own
         weights_XK = layout.weights_XK(own, tokens.home_row_BK.shape[0]) if layout.sums else None
         results = Results(y_RD, handle.packed_row_XK, weights_XK)
-        done = combine_home(buffers.peers, layout, buffers.state, results, tokens, self.timeout_s, after)
+        beside = len(self._sets) > 1  # two rounds are, or may be, on their way
+        place = (buffers.peers, layout, buffers.state)
+        done = combine_home(*place, results, tokens, self.timeout_s, after, beside=beside)
         buffers.in_use = False
         return done
 

@@ -8,9 +8,9 @@ that stay here are read where the experts left them.
 Rows are written by their source and not fetched by their home: of two H200s a write reaches 375 GB/s and a read 359,
 and a write needs no answer before the next.
 
-No rank waits for a program that cannot run: those that write come first in the grid and wait for nothing. All of them
-together leave room on a multiprocessor for a second such launch (halves of a step, which may meet in another order on
-another rank), and the launch behind is placed only when this one ends.
+No rank waits for a program that cannot run. Those that write come first in the grid, wait for nothing and leave. Where
+another half-step runs beside this one, on another rank perhaps before this one, those that wait take only half of the
+multiprocessors: what the other rank waits for runs on the rest. The launch behind is placed only when this one ends.
 """
 
 # Launch options such as num_warps are no parameters of a kernel.
@@ -34,13 +34,16 @@ from kernels.peer_layout import PeerLayout, Peers
 from kernels.peer_tiles import send_tile, sum_tile
 from kernels.rmsnorm import norm_tile
 
-MOST_SENDERS = 264
+MOST_SENDERS, MOST_SENDERS_BEFORE_NORM = 264, 132
 MOST_SUMMERS = 264
-"""Programs."""
+"""Programs: as many as fit 132 multiprocessors at a time; those with a norm behind the sum take more registers.
 
-PIECES = 4
-"""Groups of tokens that a sender takes one after another, where there are many: each ends with a flag, which costs it a
-way to the other rank and back."""
+Two H200s, rows of 7,168 columns, K = 8, us of a combine with so many senders | summers. 4,096 tokens of a rank, fast:
+132 | 132 took 314, 132 | 264 258, 264 | 264 247, 264 | 396 304; with the norm 132 | 264 took 261, 264 | 264 about 370.
+Flags for three tokens together instead of one: 260 instead of 247."""
+
+MOST_SUMMERS_BESIDE = 66
+"""Beside the work of another half-step: half of the multiprocessors are left to what others may wait for."""
 
 _COLUMNS = 2048
 """Of a row at a time."""
@@ -80,15 +83,18 @@ def combine_home(
     tokens: Tokens,
     timeout_s: float,
     after: NormAfter | None = None,
+    *,
+    beside: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Sends results to all ranks and returns what `combine` gives of this rank's own, or `combine_norm` with `after`.
 
     Choice k of token t adds weights_BK[t, k] * y[packed_row] (fp32, k ascending, one cast), of whichever rank has the
     row. Where sums go home each rank first sums what it has of a token in the same way, rounds it, and the ranks' sums
-    are added, each where its first choice stands. `combine_home_reference` is the definition.
+    are added, each where its first choice stands. `beside`: another half-step may run on the device at the same time.
+    `combine_home_reference` is the definition.
     """
     run = combine_home_triton if uses_triton(peers.own) else combine_home_reference
-    return run(peers, layout, state, results, tokens, timeout_s, after)
+    return run(peers, layout, state, results, tokens, timeout_s, after, beside=beside)
 
 
 # home_r[t * K + k] = y[row[r * B + t, k]], or home_r[rank * B + t] = sum over k of weights[r * B + t, k] * y[row[..]]
@@ -98,11 +104,11 @@ def combine_home(
 #   home_row_ptr int32, home_weights_ptr fp32 [B, K]; shared_ptr, residual_ptr [B, D], rows strided, norm_ptr [D], or
 #   None; out_ptr, sum_ptr [B, D]
 #   grid (num_senders + summers,): of the first, each takes every num_senders-th (token group, other rank), of the rest
-#   each every so-manieth token group; a group is group_tiles tiles of BLOCK_R tokens. K and D are filled up by masks.
+#   each every so-manieth token group, of BLOCK_R tokens. K and D are filled up by masks.
 
 
 # Sizes of the batch are not specialised on: a kernel compiled in the middle of a run would stall it.
-@triton.jit(do_not_specialize=["num_tokens", "rank", "num_senders", "group_tiles", "limit"])
+@triton.jit(do_not_specialize=["num_tokens", "rank", "num_senders", "limit"])
 def _home_kernel(
     addresses_ptr,
     progress_ptr,
@@ -128,7 +134,6 @@ def _home_kernel(
     done_at,
     home_at,
     num_senders,
-    group_tiles,
     limit,
     NUM_RANKS: tl.constexpr,
     TOP_K: tl.constexpr,
@@ -142,8 +147,7 @@ def _home_kernel(
     if PDL:
         gdc_wait()
     epoch = tl.load(progress_ptr)
-    num_tiles = tl.cdiv(num_tokens, BLOCK_R)
-    num_groups = tl.cdiv(num_tiles, group_tiles)
+    num_groups = tl.cdiv(num_tokens, BLOCK_R)
     program = tl.program_id(0)
     pointer = tl.pointer_type(y_ptr.dtype.element_ty)
     own_first = rank.to(tl.int64) * num_tokens
@@ -153,23 +157,22 @@ def _home_kernel(
             group, turn = piece // (NUM_RANKS - 1), piece % (NUM_RANKS - 1)  # pyright: ignore
             home = (rank + 1 + turn) % NUM_RANKS
             address = tl.load(addresses_ptr + home)
-            for tile in range(group * group_tiles, tl.minimum((group + 1) * group_tiles, num_tiles)):
-                send_tile(
-                    tl.multiple_of((address + home_at).to(pointer), 16),
-                    y_ptr,
-                    row_ptr,
-                    weights_ptr,
-                    tile,
-                    home.to(tl.int64) * num_tokens,
-                    own_first,
-                    num_tokens,
-                    num_columns,
-                    stride_y,
-                    TOP_K,
-                    SUMS,
-                    BLOCK_R,
-                    BLOCK_D,
-                )
+            send_tile(
+                tl.multiple_of((address + home_at).to(pointer), 16),
+                y_ptr,
+                row_ptr,
+                weights_ptr,
+                group,
+                home.to(tl.int64) * num_tokens,
+                own_first,
+                num_tokens,
+                num_columns,
+                stride_y,
+                TOP_K,
+                SUMS,
+                BLOCK_R,
+                BLOCK_D,
+            )
             tl.debug_barrier()
             done_ptr = (address + done_at).to(tl.pointer_type(tl.int64)) + own_first + group
             tl.atomic_xchg(done_ptr, epoch, sem="release", scope="sys")
@@ -181,33 +184,32 @@ def _home_kernel(
                 source = (rank + turn) % NUM_RANKS
                 word_ptr = done_ptr + source.to(tl.int64) * num_tokens + group
                 wait_until_done(word_ptr, epoch, stopped_ptr, faults_ptr + source, limit, CLOCK)
-            for tile in range(group * group_tiles, tl.minimum((group + 1) * group_tiles, num_tiles)):
-                sum_tile(
-                    tl.multiple_of((own + home_at).to(pointer), 16),
-                    y_ptr,
-                    row_ptr,
-                    weights_ptr,
-                    home_row_ptr,
-                    home_weights_ptr,
-                    shared_ptr,
-                    residual_ptr,
-                    norm_ptr,
-                    out_ptr,
-                    sum_ptr,
-                    tile,
-                    own_first,
-                    num_tokens,
-                    num_columns,
-                    stride_y,
-                    stride_shared,
-                    stride_residual,
-                    eps,
-                    TOP_K,
-                    SUMS,
-                    BLOCK_R,
-                    BLOCK_D,
-                    ROW_D,
-                )
+            sum_tile(
+                tl.multiple_of((own + home_at).to(pointer), 16),
+                y_ptr,
+                row_ptr,
+                weights_ptr,
+                home_row_ptr,
+                home_weights_ptr,
+                shared_ptr,
+                residual_ptr,
+                norm_ptr,
+                out_ptr,
+                sum_ptr,
+                group,
+                own_first,
+                num_tokens,
+                num_columns,
+                stride_y,
+                stride_shared,
+                stride_residual,
+                eps,
+                TOP_K,
+                SUMS,
+                BLOCK_R,
+                BLOCK_D,
+                ROW_D,
+            )
     # The next launch is placed only now: its programs would wait in the room that another stream's may need.
     if PDL:
         gdc_launch_dependents()
@@ -222,6 +224,7 @@ def combine_home_triton(
     timeout_s: float,
     after: NormAfter | None = None,
     *,
+    beside: bool = False,
     sends: bool = True,
     sums: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
@@ -233,11 +236,10 @@ def combine_home_triton(
     if num_tokens == 0:
         return out_BD, sum_BD
     block_r, row_d, num_warps = norm_tile(layout.width)
-    num_tiles, others = cdiv(num_tokens, block_r), layout.num_ranks - 1
-    group_tiles = max(1, others * num_tiles // (PIECES * MOST_SENDERS))
-    num_groups = cdiv(num_tiles, group_tiles)
-    num_senders = min(others * num_groups, MOST_SENDERS) if sends else 0
-    num_summers = min(num_groups, MOST_SUMMERS) if sums else 0
+    num_groups = cdiv(num_tokens, block_r)
+    most_senders = MOST_SENDERS if after is None else MOST_SENDERS_BEFORE_NORM
+    num_senders = min((layout.num_ranks - 1) * num_groups, most_senders) if sends else 0
+    num_summers = min(num_groups, MOST_SUMMERS_BESIDE if beside else MOST_SUMMERS) if sums else 0
     residual_BD, norm_D, eps, shared_BD = after or (None, None, 0.0, None)
     clock = peers.own.is_cuda
     _home_kernel[(num_senders + num_summers,)](
@@ -264,7 +266,6 @@ def combine_home_triton(
         layout.done_at,
         layout.home_at,
         num_senders,
-        group_tiles,
         wait_limit(timeout_s, clock=clock),
         NUM_RANKS=layout.num_ranks,
         TOP_K=layout.top_k,
@@ -316,6 +317,7 @@ def combine_home_reference(
     timeout_s: float,
     after: NormAfter | None = None,
     *,
+    beside: bool = False,
     sends: bool = True,
     sums: bool = True,
 ) -> tuple[Tensor, Tensor | None]:

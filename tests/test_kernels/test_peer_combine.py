@@ -183,10 +183,9 @@ def test_kernel_for_widths_and_choices(backend: Backend, sums: bool, width: int,
 
 @BOTH
 def test_few_programs_and_three_ranks(backend: Backend, sums: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each takes several groups, of two tokens and of one; rows of 1,200 columns go one at a time."""
-    monkeypatch.setattr(peer_combine, "MOST_SENDERS", 3)
-    monkeypatch.setattr(peer_combine, "MOST_SUMMERS", 3)
-    monkeypatch.setattr(peer_combine, "PIECES", 2)
+    """Each takes several tokens; rows of 1,200 columns go one at a time."""
+    for name in ("MOST_SENDERS", "MOST_SENDERS_BEFORE_NORM", "MOST_SUMMERS"):
+        monkeypatch.setattr(peer_combine, name, 3)
     compare_kernel(layout_of(sums=sums, num_ranks=3, width=1200, dtype=backend.dtype), backend.device, 7, norm=True)
 
 
@@ -226,16 +225,7 @@ def test_compiles(arch: int, sums: bool) -> None:
     args |= {"home_weights_ptr": "*fp32"}
     args |= dict.fromkeys(("addresses_ptr", "progress_ptr", "stopped_ptr", "faults_ptr"), "*i64")
     args |= dict.fromkeys(("y_ptr", "shared_ptr", "residual_ptr", "norm_ptr", "out_ptr", "sum_ptr"), "*bf16")
-    sizes = (
-        "num_tokens",
-        "num_columns",
-        "stride_y",
-        "stride_shared",
-        "stride_residual",
-        "rank",
-        "num_senders",
-        "group_tiles",
-    )
+    sizes = ("num_tokens", "num_columns", "stride_y", "stride_shared", "stride_residual", "rank", "num_senders")
     args |= dict.fromkeys(sizes, "i32") | {"eps": "fp32", "done_at": "i64", "home_at": "i64", "limit": "i64"}
     args |= {"NUM_RANKS": 8, "SUMS": sums, "CLOCK": True, "PDL": arch >= 90}
     whole = {"TOP_K": 8, "BLOCK_R": 1, "BLOCK_D": 2048, "ROW_D": 8192}
