@@ -39,7 +39,9 @@ WANTED_TIMES = 4
 class Replay(Protocol):
     """A captured step."""
 
-    def replay(self) -> None: ...
+    def replay(self) -> None:
+        """Run it again, on what its inputs hold now."""
+        ...
 
 
 class MixedGraphs:
@@ -88,6 +90,7 @@ class MixedGraphs:
         return self._ids_B[: size + len(schedule.chunks)].clone(), [*schedule.sampled_decodes, *drawn]
 
     def close(self) -> None:
+        """Free all graphs, when the last step is done."""
         self._graphs.clear()
 
     def _fits(self, schedule: Schedule) -> bool:

@@ -90,12 +90,12 @@ def test_replayed_steps_give_the_same_ids_and_loads(tmp_path: Path, variant: str
     with opened(tmp_path) as llm:
         launched, loads = answers(llm), llm.stats().expert_counts
         assert llm.stats().mixed_steps > 15
-    for options in ({}, {"force_preempt_every": 7}):
-        with opened(tmp_path, **options) as llm:
+    for every in (0, 7):
+        with opened(tmp_path, force_preempt_every=every) as llm:
             made = replays_with(llm)
             assert answers(llm) == launched
             assert sum(each.replays for each in made) > 5 and len(made) > 1
-            if not options:
+            if not every:
                 assert llm.stats().expert_counts == loads, "padding rows were counted, or went to experts"
 
 
