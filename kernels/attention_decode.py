@@ -257,7 +257,7 @@ def attention_decode_triton(
     if whole is None:
         whole = _whole_runs(num_sequences * num_kv_heads, max_kv_len)
     number = (most_runs if whole else SplitRule.most)(_SPLITS, max_kv_len, window)
-    tile = _decode_tile(wide, num_sequences * num_kv_heads * number, whole)
+    tile = _decode_tile(wide, num_sequences * num_kv_heads * (1 if whole else number), whole, max_kv_len)
     out_BHV = q_BHC.new_empty(num_sequences, num_heads, value_width)
     parts = Parts.of(num_sequences, number, num_heads, value_width, q_BHC.device)
     k_NPG, v_NPG = scales[:2] if scales else (None, None)
@@ -310,20 +310,26 @@ def decode_parts(num_sequences: int, num_kv_heads: int, max_kv_len: int, window:
 def _whole_runs(num_programs: int, max_kv_len: int) -> bool:
     """Whether a program takes a run of splits, where so many would take the first runs. No bit depends on it.
 
-    On an H200, which has 132 multiprocessors, 32 heads over 4, 576 keys each, microseconds of splits, their merge
-    included, and of runs: 64 programs of a run 12.5 and 13.5, 128 17.3 and 14.8, 256 29 and 25, 512 52 and 42, 1024 92
-    and 78. Longer ones need more: 256 of 4096 keys 138 and 130.
+    On an H200, which has 132 multiprocessors, 32 heads over 4, microseconds of splits, their merge included, and of
+    runs. 576 keys each: 96 programs of a run 13.8 and 14.8, 128 17.7 and 15.4, 256 29 and 26, 512 52 and 43, 1024 94
+    and 79, 1536 137 and 119; 2000 keys: 64 25 and 45, 128 44 and 45. Under longer bounds more are needed: 4096 keys,
+    128 programs 76 and 120, 192 108 and 136 (two stages), 256 138 and 130 (four), 512 269 and 260.
     """
-    return num_programs >= (96 if max_kv_len <= 2 * RUN.value * _SPLITS.length else 192)
+    return num_programs >= (128 if _one_run(max_kv_len) else 224)
 
 
-def _decode_tile(wide: bool, num_programs: int, whole: bool) -> TileConfig:
-    """Keys of a tile, warps and stages. Stages change no bit, the others do.
+def _one_run(max_kv_len: int) -> bool:
+    return max_kv_len <= 2 * RUN.value * _SPLITS.length
+
+
+def _decode_tile(wide: bool, num_programs: int, whole: bool, max_kv_len: int) -> TileConfig:
+    """Keys of a tile, warps and stages, for so many programs of a split each, or of the first runs. Stages change no
+    bit, the others do.
 
     Four stages leave room for two programs a multiprocessor, three for three, two for four. On an H200, which has 132,
     32 heads over 4, whole runs, two, three and four stages: 128 programs of 576 keys 21.5, 14.8 and 16.3 us, 256 27.4,
-    27.1 and 25.0, 512 41.7, 49.7 and 47.7, 1024 78, 80 and 87; 2048 of all lengths up to 1900 265, 255 and 257. Splits
-    of 512 keys, two and three stages: 256 programs 23 and 26 us, 512 of them 48 and 40.
+    27.1 and 25.0, 512 41.7, 49.7 and 47.7, 1024 78, 80 and 87; 256 of 4096 180, 144 and 130; 2048 of all lengths up to
+    1900 265, 255 and 257. Splits of 512 keys, two and three stages: 256 programs 23 and 26 us, 512 of them 48 and 40.
     """
     if wide:
         return TileConfig(16, 32, 0, num_warps=4, num_stages=1)
@@ -332,7 +338,7 @@ def _decode_tile(wide: bool, num_programs: int, whole: bool) -> TileConfig:
     elif num_programs > 396:
         num_stages = 2 if num_programs <= 1056 else 3
     else:
-        num_stages = 4 if 132 < num_programs <= 264 else 3
+        num_stages = 3 if num_programs > 264 or (num_programs <= 132 and _one_run(max_kv_len)) else 4
     return TileConfig(16, 64, 0, num_warps=4, num_stages=num_stages)
 
 
