@@ -67,6 +67,7 @@ class RoundState(NamedTuple):
 
 
 def new_state(num_ranks: int, device: torch.device) -> RoundState:
+    """Before the first round."""
     return RoundState(
         torch.zeros(2, dtype=torch.int64, device=device),
         torch.zeros(1, dtype=torch.int64, device=device),

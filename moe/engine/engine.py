@@ -253,6 +253,7 @@ class Engine:
                 self.graphs.close()
             if self.mixed is not None:
                 self.mixed.close()
+            self.parts.close_ranks()
 
     def close(self) -> None:
         """End the watchdog's thread. Closing twice is fine."""

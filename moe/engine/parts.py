@@ -109,6 +109,11 @@ class Parts:
         if isinstance(self.network, CausalLM):
             self.network.dispatchers.check()
 
+    def close_ranks(self) -> None:
+        """After the last step, on every rank: what travelling rows needed and a library wants back."""
+        if isinstance(self.network, CausalLM):
+            self.network.dispatchers.close()
+
     def max_num_seqs(self, engine: EngineConfig) -> int:
         """Of the key, or the device's default, but not more than a step's token budget: decoding takes a token each."""
         return max_num_seqs(engine, self.device)
