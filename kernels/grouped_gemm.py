@@ -35,6 +35,7 @@ from kernels.linear import multiply_blocks
 from kernels.row_tiles import (
     check_offsets,
     most_row_tiles,
+    multiply,
     ranges_of,
     slot_of_program,
     slot_range,
@@ -141,16 +142,18 @@ def _grouped_gemm_kernel(
     slot_ptr = w_ptr + slot.to(tl.int64) * stride_ws
     w_ptrs = slot_ptr + n.to(tl.int64)[None, :] * stride_wn + k[:, None]
     up_ptrs = slot_ptr + (num_columns + n).to(tl.int64)[None, :] * stride_wn + k[:, None]
-    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    acc_up = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    # The tensor core takes 16 rows of one operand and 8 of the other: few rows of x are the other.
+    SWAPPED: tl.constexpr = BLOCK_M < 16
+    acc = tl.zeros((BLOCK_N, BLOCK_M) if SWAPPED else (BLOCK_M, BLOCK_N), tl.float32)
+    acc_up = tl.zeros((BLOCK_N, BLOCK_M) if SWAPPED else (BLOCK_M, BLOCK_N), tl.float32)
     for first in range(0, width, BLOCK_K):
         in_k = first + k < width
         x = tl.load(x_ptrs, mask=in_m if EVEN else in_m & in_k[None, :], other=0.0)
         w = tl.load(w_ptrs) if EVEN else tl.load(w_ptrs, mask=in_n & in_k[:, None], other=0.0)
-        acc = tl.dot(x, w, acc, input_precision="ieee")
+        acc = multiply(x, w, acc, SWAPPED)
         if SWIGLU:
             up = tl.load(up_ptrs) if EVEN else tl.load(up_ptrs, mask=in_n & in_k[:, None], other=0.0)
-            acc_up = tl.dot(x, up, acc_up, input_precision="ieee")
+            acc_up = multiply(x, up, acc_up, SWAPPED)
             up_ptrs += BLOCK_K
         x_ptrs += BLOCK_K
         w_ptrs += BLOCK_K
@@ -162,6 +165,8 @@ def _grouped_gemm_kernel(
         gdc_launch_dependents()
     if SWIGLU:
         acc = swiglu(acc, acc_up)
+    if SWAPPED:
+        acc = tl.trans(acc)
     y_ptrs = y_ptr + row.to(tl.int64)[:, None] * stride_y + n[None, :]
     tl.store(y_ptrs, acc.to(y_ptr.dtype.element_ty), mask=in_m & in_n)
 

@@ -25,8 +25,7 @@ from kernels.checks import (
     uses_triton,
 )
 from kernels.dependent_launch import dependent_launch, wait_for_inputs
-from kernels.linear_resident import launch_resident, resident_serves
-from kernels.row_tiles import tile_of_program
+from kernels.row_tiles import multiply, tile_of_program
 from kernels.tiles import TileConfig, device_generation, linear_tile, num_multiprocessors
 
 CPU_BLOCK = 32
@@ -108,17 +107,21 @@ def _linear_kernel(
     k = tl.arange(0, BLOCK_K)
     x_ptrs = x_ptr + head * stride_xh + m[:, None] * stride_xm + k[None, :]
     w_ptrs = w_ptr + head * stride_wh + n[None, :] * stride_wn + k[:, None]
+    # The tensor core takes 16 rows of one operand and 8 of the other: few rows of x are the other.
+    SWAPPED: tl.constexpr = BLOCK_M < 16
     in_m, in_n = (m < num_rows)[:, None], (n < num_columns)[None, :]
-    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    acc = tl.zeros((BLOCK_N, BLOCK_M) if SWAPPED else (BLOCK_M, BLOCK_N), tl.float32)
     for start in range(0, width, BLOCK_K):
         in_k = start + k < width
         x = tl.load(x_ptrs, mask=in_m if EVEN else in_m & in_k[None, :], other=0.0)
         w = tl.load(w_ptrs) if EVEN else tl.load(w_ptrs, mask=in_n & in_k[:, None], other=0.0)
         if WIDE:
             x, w = x.to(tl.float32), w.to(tl.float32)
-        acc = tl.dot(x, w, acc, input_precision="ieee")
+        acc = multiply(x, w, acc, SWAPPED)
         x_ptrs += BLOCK_K
         w_ptrs += BLOCK_K
+    if SWAPPED:
+        acc = tl.trans(acc)
     if bias_ptr is not None:
         acc += tl.load(bias_ptr + n, mask=n < num_columns, other=0.0).to(tl.float32)[None, :]
     y_ptrs = y_ptr + head * stride_yh + m[:, None] * stride_ym + n[None, :]
@@ -133,7 +136,7 @@ def linear_triton(
     out_dtype: torch.dtype | None = None,
     tile: TileConfig | None = None,
 ) -> Tensor:
-    """`linear` as one launch; `tile`, or the kernel for few rows, is chosen by rule unless given."""
+    """`linear` as one launch; `tile` is chosen by the rule of kernels/tiles.py unless given."""
     _check_linear(x_MK, w_NK, bias_N)
     operand_dtype = torch.promote_types(x_MK.dtype, w_NK.dtype)
     y_MN = torch.empty(x_MK.shape[0], w_NK.shape[0], dtype=out_dtype or operand_dtype, device=x_MK.device)
@@ -154,9 +157,6 @@ def _launch(x_MHK: Tensor, w_HNK: Tensor, bias_N: Tensor | None, y_MHN: Tensor, 
     num_columns = w_HNK.shape[1]
     if y_MHN.numel() == 0:
         return
-    if tile is None and num_heads == 1 and resident_serves(x_MHK[:, 0], w_HNK[0]):
-        launch_resident(x_MHK[:, 0], w_HNK[0], bias_N, y_MHN[:, 0])
-        return
     operand_dtype = torch.promote_types(x_MHK.dtype, w_HNK.dtype)
     tile = tile or linear_tile(
         num_rows,
@@ -167,7 +167,7 @@ def _launch(x_MHK: Tensor, w_HNK: Tensor, bias_N: Tensor | None, y_MHN: Tensor, 
         num_heads=num_heads,
     )
     # Lines of a row that are asked for early, where few rows leave the time to the weights. Measured on an H200 after a
-    # kernel of 4 us, [5120, 2048]: 8 lines save 0.5 us of 8.5, 32 lines cost 1 us. (Up to 8 rows: linear_resident.py.)
+    # kernel of 4 us, [5120, 2048]: 8 lines save 0.5 us of 8.5, 32 lines cost 1 us.
     prefetch = min(8, next_power_of_2(width * w_HNK.element_size() // 128 + 1) // 2) if num_rows <= 64 else 0
     _linear_kernel[(cdiv(num_rows, tile.block_m) * cdiv(num_columns, tile.block_n), num_heads)](
         x_MHK,

@@ -82,6 +82,15 @@ def slot_of_program(tiles_until, program):
 
 
 @triton.jit
+def multiply(x, w, acc, SWAPPED: tl.constexpr):
+    """acc + x w of x [M, K] and w [K, N]; SWAPPED: acc is [N, M], and so is the sum. The same bits either way."""
+    if SWAPPED:
+        return tl.dot(tl.trans(w), tl.trans(x), acc, input_precision="ieee")
+    else:
+        return tl.dot(x, w, acc, input_precision="ieee")
+
+
+@triton.jit
 def swiglu(gate, up):
     """silu(gate) * up in fp32.
 

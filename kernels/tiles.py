@@ -192,6 +192,10 @@ def grouped_rule(
     - 1 token: 16x32x256 s3 and 16x32x256 s4 take 27.2 / 173.9 / 172.8 (the weights alone 17.1 / 159 / 159), 16x32x128
       s6 and 16x64x128 s6 26.2 / 177.5 / 174.4; of ten other pairs the best 25.3 / 171 / 167, each time another one.
     - 8 tokens: 127 / 598 / 584 and 125 / 591 / 582 (110 / 578 / 576).
+    - With operands swapped (8-row tiles), in a later run: qwen3 / dsv2-lite / mixtral, 1 token, 25.2 / 32.2 / 168.3
+      before (weights 17.1 / 23.5 / 159.4); 8x32x256 w2 s3 for the first product alone 24.6 / 31.6 / 165.3, 8x64x128 w4
+      s6 for the second alone 24.9 / 31.4 / 167.9. 8 tokens, 118.4 / 146.0 / 505.3 before: first 117.0 / 142.5 / 501.5,
+      8x64x128 w4 s4 for the second 117.4 / 143.9 / 502.7.
     - 16 rows a slot: tma 32x64x128 s3 and 32x128x128 s3 take 297 / 653 / 652 (273 / 638 / 638); pointers 306 / 678 /
       679. In a later run, the two products of 256 tokens: qwen3 (16 rows) 194 + 102, specialized 64x64x128 s4 and
       64x128x128 s4 193 + 100; dsv2-lite (24 rows) 182 + 95, specialized 179 + 91.
@@ -232,8 +236,10 @@ def grouped_rule(
 def _pointer_rule(num_rows: int, rows: int, generation: int, num_products: int) -> TileConfig:
     roomy = generation in _LARGE_SHARED_MEMORY
     if rows <= 16:
-        if roomy and num_rows <= 8:
-            return TileConfig(16, 32, 256, 4, 5 - num_products)
+        # One row tile for each slot, also where routing is uneven. A single slot's rows are all there are.
+        if roomy and (rows <= 2 or num_rows <= 8):
+            stages = 6 if num_rows <= 8 else 4
+            return TileConfig(8, 32, 256, 2, 3) if num_products == 2 else TileConfig(8, 64, 128, 4, stages)
         block_n = 64 // num_products
         return TileConfig(16, block_n, 128, 4, 6) if roomy else TileConfig(16, block_n, 64, 4, 4)
     if rows <= 64:
@@ -261,6 +267,11 @@ def linear_tile(
     Measured on an H200, weights [N, K], microseconds (in brackets the library's).
     8 rows: [5120, 2048] 16x32x128 s5 9.1 (8.5); [2048, 4096] 16x16x256 s8 9.3 (98); [6144, 4096] 16x64x128 17.0 (18.3);
     [4096, 4096] 16x32x128 s5 12.1 (21.5); [151936, 2048] 16x64x128 146 (162).
+    Up to 8 rows, behind a norm of 1.3 us, with operands swapped: 8x16x256 w1 s4, in brackets the tiles above: [5120,
+    2048] 8.0 (9.5), [2048, 4096] 10.4 (10.1), [3648, 2048] 7.0 (7.6), [2048, 2048] 6.6 (6.7), [2048, 2816] 8.0 (7.9),
+    [6144, 4096] 15.5 (17.0), [4096, 4096] 11.7 (12.8). 8x64x256 w4 s4, a quarter of the programs: 8.3, 10.0, 7.1, 6.5,
+    7.8, 15.5, 11.8. From the L2 cache they take 6.6, 10.2, 6.4, 6.4, 7.9, 13.4, 10.3: 16 entries of K wait for the 16
+    before them, whose sum takes 33 cycles.
     64 rows: [5120, 2048] 64x64x128 9.2 (9.4); [2048, 4096] 64x32x128 s6 10.8 (9.6); [4096, 4096] 64x32x128 s6 13.0
     (13.0); [151936, 2048] 64x128x64 s5 160 (171).
     """
@@ -272,6 +283,10 @@ def linear_tile(
     def programs(block_m: int, block_n: int) -> int:
         return cdiv(num_rows, block_m) * cdiv(num_columns, block_n) * num_heads
 
+    if roomy and num_rows <= 8 and num_heads == 1 and programs(8, 16) <= 4 * multiprocessors:
+        # Where there is one warp a multiprocessor or less, four warps of a few multiprocessors read as fast.
+        four = programs(8, 16) <= multiprocessors and programs(8, 64) >= 32
+        return TileConfig(8, 64, 256, 4, 4) if four else TileConfig(8, 16, 256, 1, 4)
     if num_rows <= 64:
         block_m = 16 if num_rows <= 16 else 64  # 32 rows by 32-row tiles: 12.2 us for [5120, 2048], by 64-row ones 9.4
         if not roomy:

@@ -23,6 +23,9 @@ from tests.shapes import HIDDEN, INTERMEDIATE, NUM_TOKENS, WILD_INDEX
 SMALL_TILE = TileConfig(16, 32, 32, 4, 2)
 """Several row and column tiles out of little work."""
 
+SWAPPED_TILE = TileConfig(8, 32, 32, 2, 2)
+"""Of 8 rows: the weights are the first operand."""
+
 WIDE_TILE = TileConfig(16, 128, 64, 4, 2)
 """Few steps for the interpreter, which takes its time by the step."""
 
@@ -100,6 +103,7 @@ COUNTS = {
 def test_ragged_rows(backend, triton_op, reference, swiglu, counts, indexed):
     options = {"dtype": backend.dtype, "device": backend.device, "swiglu": swiglu, "indexed": indexed}
     check(triton_op, counts, 40, 72, tile=SMALL_TILE, **options)
+    check(triton_op, counts, 40, 72, tile=SWAPPED_TILE, **options)
 
 
 @pytest.mark.parametrize("num_warps", [4, 8], ids=["a-tile-a-program", "persistent-where-in-order"])
@@ -180,7 +184,8 @@ def test_bits_do_not_depend_on_tile_or_batch(triton_op, reference, swiglu, dtype
     x_XD, w_SND = draw(256, 2880, dtype=dtype, device="cuda"), draw(3, 512, 2880, dtype=dtype, device="cuda", seed=1)
     offsets_S1 = int32([0, 3, 250, 256], "cuda")
     whole = triton_op(x_XD, w_SND, offsets_S1, num_rows=256)
-    tiles = [*TILES, *([] if dtype == torch.float32 else BLOCK_TILES[swiglu])]
+    swapped = [TileConfig(8, 32, 256, 2, 3), TileConfig(8, 64, 128, 4, 4), TileConfig(8, 16, 128, 1, 6)]
+    tiles = [*TILES, *([] if dtype == torch.float32 else [*swapped, *BLOCK_TILES[swiglu]])]
     for tile in tiles:
         assert_same_bits(triton_op(x_XD, w_SND, offsets_S1, num_rows=256, tile=tile), whole)
     for row in (3, 100, 249):

@@ -73,6 +73,19 @@ def test_reference_is_close_to_torch(num_columns):
         assert_close_as_torch(linear(x_MK, w_NK, bias_N), functional.linear(x_MK, w_NK, bias_N), exact)
 
 
+@pytest.mark.parametrize("num_rows", [1, 8, 11])
+def test_swapped_operands(backend, num_rows):
+    """Tiles of 8 rows, one and two of them, over widths that they divide and not, with a bias."""
+    for width, columns, tile in ((72, 40, TileConfig(8, 16, 32, 1, 3)), (64, 32, TileConfig(8, 32, 64, 2, 3))):
+        x_MK = draw(num_rows, width, dtype=backend.dtype, device=backend.device)
+        w_NK = draw(columns, width, dtype=backend.dtype, device=backend.device, seed=1)
+        bias_N = draw(columns, dtype=backend.dtype, device=backend.device, seed=2)
+        ours = linear_triton(poisoned_rows(x_MK), poisoned_rows(w_NK), bias_N, tile=tile)
+        exact = functional.linear(x_MK.double(), w_NK.double(), bias_N.double())
+        torchs = functional.linear(x_MK, w_NK, bias_N)
+        assert_close_as_torch(ours, torchs, exact, chain=CHAIN[backend.dtype] * width)
+
+
 @pytest.mark.parametrize("width", [7, 64, 33])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_reference_bits_do_not_depend_on_the_rows_beside(dtype, width):
@@ -157,6 +170,8 @@ def test_C31_near_tie_through_the_gate(device):
 
 
 TILES = [TileConfig(m, n, k, 4, 3) for m in (16, 32, 64, 128) for n, k in ((32, 32), (64, 64), (128, 32))]
+SWAPPED_TILES = [TileConfig(8, 16, 256, 1, 4), TileConfig(8, 64, 256, 4, 4), TileConfig(8, 32, 64, 2, 3)]
+"""Of 8 rows: the weights are the first operand."""
 
 
 @pytest.mark.gpu
@@ -164,7 +179,7 @@ TILES = [TileConfig(m, n, k, 4, 3) for m in (16, 32, 64, 128) for n, k in ((32, 
 def test_bits_do_not_depend_on_tile_or_batch(dtype):
     x_MK, w_NK = draw(256, 2880, dtype=dtype, device="cuda"), draw(257, 2880, dtype=dtype, device="cuda", seed=1)
     whole = linear_triton(x_MK, w_NK)
-    for tile in TILES:
+    for tile in [*TILES, *([] if dtype == torch.float32 else SWAPPED_TILES)]:
         assert_same_bits(linear_triton(x_MK, w_NK, tile=tile), whole)
     for rows in (1, 7, 17, 100):
         assert_same_bits(linear(x_MK[-rows:].clone(), w_NK), whole[-rows:])
