@@ -93,7 +93,7 @@ def test_C46_shared_expert_is_added_once_and_unscaled() -> None:
 
 @pytest.mark.parametrize("shared", [None, 10.0])
 def test_what_was_not_forked_is_not_joined(shared) -> None:
-    """A side stream that nobody forked holds work of others: joined while a graph is captured, it breaks the capture."""
+    """A side stream that nobody forked holds work of others: joined in a capture, it breaks it."""
 
     class Side(SideStream):
         forks = joins = 0
