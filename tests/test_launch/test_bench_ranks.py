@@ -29,8 +29,8 @@ def bench_on(rank: int, num_ranks: int, port: int, result: str) -> tuple[int, st
     values = {"RANK": rank, "WORLD_SIZE": num_ranks, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": num_ranks}
     os.environ.update({name: str(value) for name, value in values.items()})
     os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)})
-    vars(bench_ranks).update(throughput_prompts=lambda vocab, total: PROMPTS[:total])
-    vars(bench).update(measure_ceilings=lambda device: Ceilings(1e9, 2e9, "a test"))
+    bench_ranks.throughput_prompts = lambda vocab_size, num_requests=7: PROMPTS[:num_requests]
+    setattr(bench, "measure_ceilings", lambda device: Ceilings(1e9, 2e9, "a test"))  # noqa: B010 - it takes a dtype too
     words = ["workload=w1", "model=demo", "device=cpu", "limit=7", "rounds=2", "skew=1", f"result={result}"]
     words += ["engine.max_model_len=128", "cache.num_blocks=64", "balance.interval=2", "balance.move=always"]
     with contextlib.redirect_stdout(io.StringIO()) as said:
