@@ -44,7 +44,7 @@ from kernels.row_tiles import (
     tile_of_program,
     tiles_until_slot,
 )
-from kernels.tiles import TileConfig, grouped_tile, packs_rows
+from kernels.tiles import TileConfig, device_generation, grouped_tile, packs_rows
 
 _GROUP_M = 8
 """Row tiles that share a column's weights in the L2 cache. Measured on an H200: 8 and 16 within 3 % of each other."""
@@ -221,8 +221,8 @@ def _launch(
     (num_rows, num_columns), (num_slots, _, width) = y_RN.shape, w_SND.shape
     products, by_blocks = 2 if swiglu else 1, tma_serves(x_XD, w_SND)
     # Ranges may be of some slots alone, among calls for the others: what they do not name is not to be read.
-    whole = by_blocks and slot_step(offsets_S1) == 1
-    if row_index_R is not None and whole and packs_rows(x_XD, num_rows, num_slots):
+    whole = by_blocks and slot_step(offsets_S1) == 1 and x_XD.element_size() == 2
+    if row_index_R is not None and whole and packs_rows(num_rows, num_slots, num_columns, device_generation(x_XD)):
         x_XD, row_index_R = copy_rows(x_XD, row_index_R, offsets_S1), None
     tile = tile or grouped_tile(
         num_rows,

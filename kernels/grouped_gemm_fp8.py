@@ -49,7 +49,7 @@ from kernels.row_tiles import (
     tile_of_program,
     tiles_until_slot,
 )
-from kernels.tiles import MANY_ROWS, device_generation
+from kernels.tiles import MANY_ROWS, device_generation, num_multiprocessors
 
 
 @dataclass(frozen=True)
@@ -109,21 +109,29 @@ def fp8_tile(x: Tensor, w: QuantizedBlocks, num_rows: int) -> Fp8Tile:
 
     Measured on an H200, both products of a layer of DeepSeek-V3's shape (32 slots), us, by rows a slot: tiles of 16, 32
     rows, packed: 16: 366, 363, 370; 32: 464, 410, 370; 64: 744, 555, 413. Of 128 slots of Qwen3's: 4: 157, 175, 175;
-    16: 184, 180, 183. Few programs want more stages, many programs fewer: then more of them share a multiprocessor.
+    16: 184, 180, 183. Few programs want more stages, many fewer, that all are there at once. Second products, 6 (4) / 3
+    stages: mixtral 1 token 36 / 53, 8 tokens 145 / 110; dsv3-ep8 36 / 32, 106 / 105; qwen3 8 tokens (26) / 23, 64 (57)
+    / 51. First: dsv3-ep8 8 tokens, 4 / 3: 218 / 208; qwen3 8 tokens 45 / 47. From 512 rows on three groups beside tiles
+    of 64: qwen3 529 + 317 and 547 + 352 (512), mixtral 2204 + 1036 and 2547 + 1189 (1024); 256 rows 380 and 303.
     """
     num_slots, parts, _, _ = w.scales.shape
     width, rows = w.values.shape[-1], cdiv(num_rows, num_slots)
     if device_generation(x) < 9 or width % 16:
         return FewRowsTile(min(64, max(16, next_power_of_2(rows))), 64 // parts, 4, 3, tma=False)
-    if rows > MANY_ROWS and device_generation(x) == 9:
+    if rows >= MANY_ROWS and device_generation(x) == 9:
         return SpecializedTile(3, 5)
     if rows > 16:
         return ManyRowsTile(64, 128 // parts, 4, 3)
     if rows > 8:
         return FewRowsTile(32, 128 // parts, 4, 3)
     few, steps = num_rows <= 16, cdiv(width, GROUP)
-    deep = steps >= 64 or (few and steps >= 16)
-    return FewRowsTile(16, 64 if few else 128 // parts, 4, 6 if deep else 4)
+    block_n = 64 if few else 128 // parts
+    programs = min(num_rows, num_slots) * cdiv(w.values.shape[1] // parts, block_n)
+    # Shared memory of a multiprocessor holds so many programs of six stages.
+    at_once = (227 << 10) // (6 * (parts * block_n + 16) * GROUP) * num_multiprocessors(x.device)
+    if programs <= at_once:
+        return FewRowsTile(16, block_n, 4, 6 if steps >= 16 else 4)
+    return FewRowsTile(16, block_n, 4, 4 if parts == 2 and steps <= 16 else 3)
 
 
 # y[r, n] = sum over k of x[index[r], k] * w[slot, n, k], stepwise as above, slot the one whose rows hold r

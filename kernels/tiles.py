@@ -160,19 +160,19 @@ def grouped_tile(
     )
 
 
-MANY_ROWS = 384
-"""More rows a slot than these on average are copied in order, and multiplied in the largest tiles."""
+MANY_ROWS = 512
+"""Up to so many rows a slot on average, tiles of 64 rows win; above, larger ones."""
 
 
-def packs_rows(x: Tensor, num_rows: int, num_slots: int) -> bool:
-    """Whether rows of x that a product would gather are copied in order first (kernels/copy_rows.py): many of 16 bits,
-    where blocks are read by the copy engine.
+def packs_rows(num_rows: int, num_slots: int, num_columns: int, generation: int) -> bool:
+    """Whether rows that a product would gather are copied in order first (kernels/copy_rows.py): many of 16 bits,
+    each for many columns, where blocks are read by the copy engine.
 
-    The copy writes what the product then reads many times. Measured on an H200, first products with 512 and more rows a
-    slot, gathered / in order, microseconds: qwen3 846 / 750, dsv2-lite 1245 / 960, 60 experts of 2880 x 1408 1189 /
-    964, mixtral with 4096 rows 14229 / 12615, dsv3-ep8 13702 / 12253. With 256 rows (qwen3) 473 / 436, and the copy 45.
+    Measured on an H200, first products, gathered by 64x128x64 s5 / copied and in order, microseconds: mixtral (14336
+    columns, 4096 rows) 12752 / 138 + 12288. With fewer columns the copy costs more than it saves: dsv3-ep8 (2048)
+    12389 / 950 + 11994, dsv2-lite (1408) 987 / 88 + 933, qwen3 (768) 1469 / 251 + 1373.
     """
-    return device_generation(x) >= 9 and x.element_size() == 2 and cdiv(num_rows, num_slots) > MANY_ROWS
+    return generation >= 9 and cdiv(num_rows, num_slots) > MANY_ROWS and num_columns >= 8192
 
 
 def grouped_rule(
@@ -197,17 +197,20 @@ def grouped_rule(
       s6 for the second alone 24.9 / 31.4 / 167.9. 8 tokens, 118.4 / 146.0 / 505.3 before: first 117.0 / 142.5 / 501.5,
       8x64x128 w4 s4 for the second 117.4 / 143.9 / 502.7.
     - 16 rows a slot: tma 32x64x128 s3 and 32x128x128 s3 take 297 / 653 / 652 (273 / 638 / 638); pointers 306 / 678 /
-      679. In a later run, the two products of 256 tokens: qwen3 (16 rows) 194 + 102, specialized 64x64x128 s4 and
-      64x128x128 s4 193 + 100; dsv2-lite (24 rows) 182 + 95, specialized 179 + 91.
+      679. Beside specialized 64x64x128 s4 and 64x128x128 s4, two products of 256 tokens: qwen3 (16 rows) 193 + 102 and
+      194 + 102, dsv2-lite (24 rows) 182 + 96 and 179 + 94.
     - 64 rows: specialized 128x64x64 s6 and 128x128x64 s6 take 343 / 772 / 779; 64x64x128 s4 and 64x128x128 s4 349 /
       785 / 780; tma 362 / 790 / 791.
     - 256 rows: specialized 64x128x64 s5 and 64x256x64 s5 take 705 / 1593 / 1566; tma 740 / 1876 / 1764.
-    - From 512 rows on, rows in order, the card at its power limit (a library product of 8192^3 at 610 to 675 TFLOP/s
-      beside them), tma 128x256x64 w8 s4 (of gate and up 128x128) against specialized 128x128x64 s6, by K. First
-      products: 2048: qwen3 788 / 750 (512 rows) and 1487 / 1358 (1024), dsv2-lite 1037 / 964; 2880: 1002 / 964; 4096:
-      mixtral 12615 / 13354; 7168: dsv3-ep8 12253 / 14277. Second: 768: qwen3 423 / 359, 780 / 659; 1408: dsv2-lite 511
-      / 471, 60 experts 531 / 464; 2048: dsv3-ep8 6168 / 6177; 14336: mixtral 5911 / 6542. A short sum leaves much time
-      to writing, which one group of warps does while the other multiplies; a long one is fed best by the largest tile.
+    - More rows, the card at its power limit (a library product of 8192^3 at 570 to 675 TFLOP/s beside them). First
+      products, gathered, specialized 64x128x64 s5 / tma 128x128x64 w8 s3: 512 rows, qwen3 729 / 844; 768, dsv2-lite
+      987 / 1126; 1024, qwen3 1469 / 1674; 4096, mixtral 12752 / 13569, dsv3-ep8 12389 / 12867. In order, specialized
+      128x64x64 s6 / tma 128x128x64 w8 s4, by K: 2048, qwen3 1373 / 1484, dsv2-lite 933 / 1003; 4096, mixtral 12586 /
+      12288; 7168, dsv3-ep8 13780 / 11994.
+    - Second products, specialized 64x256x64 s5 / specialized 128x128x64 s6 / tma 128x256x64 w8 s4: 512 rows, qwen3 366
+      / 370 / 434, mixtral 833 / 877 / 892; by K: 768, qwen3 745 / 706 / 842; 1408, dsv2-lite 480 / 487 / 533; 2048,
+      dsv3-ep8 7618 / 6333 / 6490; 14336, mixtral 6429 / 6590 / 6424. A short sum leaves much time to writing, which one
+      group of warps does while the other multiplies; a long one is fed best by the largest tile.
     - One slot, rows in order, gate and up of F columns, D 2048, F 10944 / 2816: 64 rows, specialized 64x64x128 s4 37.6
       / 18.6, 128x64x64 s6 43.8 / 20.6; 4096 rows, specialized 128x64x64 s6 520 / 138, tma 522 / 154, pointers 686 / 193
       (the library without the activation 490 / 136).
@@ -218,17 +221,17 @@ def grouped_rule(
     if generation < 9 or not by_blocks or rows <= (8 if ragged else 16):
         return _pointer_rule(num_rows, rows, generation, num_products)
     wide = 2 // num_products
-    if rows <= (12 if generation == 9 else 24):
+    if rows <= (16 if generation == 9 else 24):
         return TileConfig(32, 64 * wide, 128, 4, 3, "tma")
     if generation == 9 and rows <= (48 if ragged else 64):
         return TileConfig(64, 64 * wide, 128, 4, 4, "specialized")
     if generation == 9 and rows <= 96:
         return TileConfig(128, 64 * wide, 64, 4, 6, "specialized")
-    if generation == 9 and rows <= MANY_ROWS:
+    if generation == 9 and (gathered or rows <= MANY_ROWS):
         return TileConfig(64, 128 * wide, 64, 4, 5, "specialized")
     if rows <= 96:
         return TileConfig(64, 128 * wide, 64, 8, 4, "tma")
-    if generation == 9 and width <= 3072 and not gathered:
+    if generation == 9 and width <= 3072:
         return TileConfig(128, 64 * wide, 64, 4, 6, "specialized")
     return TileConfig(128, 128 * wide, 64, 8, 3 if gathered else 4, "tma")
 

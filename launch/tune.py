@@ -28,11 +28,11 @@ from torch import Tensor
 
 from kernels.grouped_gemm import grouped_gemm_swiglu_triton, grouped_gemm_triton
 from kernels.tiles import (
-    MANY_ROWS,
     TileConfig,
     device_generation,
     grouped_rule,
     operation_name,
+    packs_rows,
     read_table,
     table_file,
     tile_of_name,
@@ -263,8 +263,10 @@ def num_products(which: Product) -> int:
 def rule_tile(shape: LayerShape, which: Product, num_tokens: int, generation: int) -> TileConfig:
     """What the rule says, whatever the table does."""
     num_rows, first = num_tokens * shape.top_k, which == "gemm1"
-    gathered = first and num_rows <= MANY_ROWS * shape.num_experts
-    width, products = shape.hidden if first else shape.width, num_products(which)
+    columns, width, products = shape.width, shape.hidden, num_products(which)
+    if not first:
+        columns, width = width, columns
+    gathered = first and not packs_rows(num_rows, shape.num_experts, columns, generation)
     return grouped_rule(num_rows, shape.num_experts, width, generation, num_products=products, gathered=gathered)
 
 

@@ -234,20 +234,21 @@ def test_many_tiles_a_program(triton_op, reference, swiglu, at):
 @pytest.mark.parametrize("width", [512, 4096])
 @pytest.mark.parametrize(("triton_op", "reference", "swiglu"), OPS)
 def test_many_rows_are_copied_in_order(triton_op, reference, swiglu, width):
-    """The rule's choice for a short sum and a long one. Bits are those of gathered rows, of a few, and of one."""
-    counts = (1200, 0, 300, 1)
+    """Of many columns, for a short sum and a long one. Bits are those of gathered rows, of few, and of one."""
+    columns = 16384 if swiglu else 8192
+    counts = (1600, 0, 200)
     options = {"dtype": torch.bfloat16, "device": "cuda", "swiglu": swiglu, "indexed": True}
-    check(triton_op, counts, width, 272, **options)
+    check(triton_op, counts, width, columns, **options)
     x_XD = draw(700, width, dtype=torch.bfloat16, device="cuda")
-    w_SND = draw(4, 272, width, dtype=torch.bfloat16, device="cuda", seed=1)
-    index_R = (torch.arange(1501, device="cuda") * 37 % 700).to(torch.int32)
-    assert packs_rows(x_XD, 1501, 3) and not packs_rows(x_XD, 1501, 4)
-    whole = triton_op(x_XD, w_SND[:3], offsets_of((1200, 0, 301), "cuda"), row_index_R=index_R, num_rows=1501)
-    ranges_S2 = int32([[0, 1200], [1200, 1200], [1200, 1501]], "cuda")
-    assert_same_bits(triton_op(x_XD, w_SND[:3], ranges_S2, row_index_R=index_R, num_rows=1501), whole)
-    gathered = triton_op(x_XD, w_SND, offsets_of((1200, 0, 301, 0), "cuda"), row_index_R=index_R, num_rows=1501)
+    w_SND = draw(4, columns, width, dtype=torch.bfloat16, device="cuda", seed=1)
+    index_R = (torch.arange(1801, device="cuda") * 37 % 700).to(torch.int32)
+    assert packs_rows(1801, 3, 8192, 9) and not packs_rows(1801, 4, 8192, 9)
+    whole = triton_op(x_XD, w_SND[:3], offsets_of((1200, 0, 601), "cuda"), row_index_R=index_R, num_rows=1801)
+    ranges_S2 = int32([[0, 1200], [1200, 1200], [1200, 1801]], "cuda")
+    assert_same_bits(triton_op(x_XD, w_SND[:3], ranges_S2, row_index_R=index_R, num_rows=1801), whole)
+    gathered = triton_op(x_XD, w_SND, offsets_of((1200, 0, 601, 0), "cuda"), row_index_R=index_R, num_rows=1801)
     assert_same_bits(gathered, whole)
-    for row, slot in ((0, 0), (1199, 0), (1200, 2), (1500, 2)):
+    for row, slot in ((0, 0), (1199, 0), (1200, 2), (1800, 2)):
         one = triton_op(x_XD, w_SND[slot][None], int32([0, 1], "cuda"), row_index_R=index_R[row:][:1], num_rows=1)
         assert_same_bits(one, whole[row : row + 1])
 
