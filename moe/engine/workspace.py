@@ -75,7 +75,8 @@ def prompt_chunks(limits: StepLimits, *, latent: bool) -> list[tuple[int, int]]:
     """
     tokens, longest = limits.max_batched_tokens, limits.max_model_len
     if not latent:
-        return [(min(longest, tokens - start),) * 2 for start in range(0, tokens, longest)]
+        lengths = [min(longest, tokens - start) for start in range(0, tokens, longest)]
+        return [(length, length) for length in lengths]
     whole = round_length(limits.block_size, limits.mla_tokens)
     keys = min(longest, 2 * whole)
     expanded = cdiv(min(keys, whole), limits.block_size) * limits.block_size
