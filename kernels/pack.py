@@ -16,6 +16,7 @@ Worked example: three tokens, K = 2, experts 0 and 1 live in slots 1 and 0, expe
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -44,7 +45,9 @@ def pack(expert_ids_TK: Tensor, slot_of_E: Tensor, num_slots: int) -> Packed:
     expert_ids_TK int32 [T, K]; slot_of_E int32 [E], the slot of each expert on this rank or -1. Ids outside [0, E) and
     slots outside [0, num_slots) count as -1. Shapes depend on T, K and S alone; the host learns nothing.
     """
-    return (pack_triton if uses_triton(expert_ids_TK) else pack_reference)(expert_ids_TK, slot_of_E, num_slots)
+    if not uses_triton(expert_ids_TK):
+        return pack_reference(expert_ids_TK, slot_of_E, num_slots)
+    return _form(expert_ids_TK.numel())(expert_ids_TK, slot_of_E, num_slots)
 
 
 _ONE_LAUNCH_ROWS = 4096
@@ -202,10 +205,11 @@ def _rank_kernel(
 
 def pack_triton(expert_ids_TK: Tensor, slot_of_E: Tensor, num_slots: int) -> Packed:
     """`pack` in one launch for few rows, in four for many."""
-    num_rows = expert_ids_TK.numel()
-    return (pack_slots_triton if num_rows <= _ONE_LAUNCH_ROWS else pack_counts_triton)(
-        expert_ids_TK, slot_of_E, num_slots
-    )
+    return _form(expert_ids_TK.numel())(expert_ids_TK, slot_of_E, num_slots)
+
+
+def _form(num_rows: int) -> Callable[[Tensor, Tensor, int], Packed]:
+    return pack_slots_triton if num_rows <= _ONE_LAUNCH_ROWS else pack_counts_triton
 
 
 def _empty_packed(expert_ids_TK: Tensor, num_slots: int) -> Packed:

@@ -173,11 +173,11 @@ def wait_until_done(done_ptr, epoch, stopped_ptr, fault_ptr, limit, CLOCK: tl.co
     """In the midst of a kernel: until the word shows the epoch, for at most `limit`; then the fault is noted."""
     word = tl.atomic_add(done_ptr, 0, sem="acquire", scope="sys")
     if word != epoch:
-        limit = tl.where(tl.load(stopped_ptr, volatile=True) == 0, limit, 0).to(tl.int64)
+        most = tl.where(tl.load(stopped_ptr, volatile=True) == 0, limit, 0).to(tl.int64)  # limit may be an int32
         waited = tl.full((), 0, tl.int64)
         if CLOCK:
             begin = globaltimer()
-        while (word != epoch) & (waited < limit):
+        while (word != epoch) & (waited < most):
             word = tl.atomic_add(done_ptr, 0, sem="acquire", scope="sys")
             if CLOCK:
                 waited = globaltimer() - begin  # pyright: ignore

@@ -19,7 +19,7 @@ from kernels.peer_combine import (
 )
 from kernels.peer_layout import PeerLayout
 from tests.aot import ARCHS, aot, compile_ahead
-from tests.compare import assert_same_bits
+from tests.compare import assert_same_as_separate, assert_same_bits
 from tests.one_process import OneProcess
 from tests.test_kernels.conftest import Backend
 
@@ -163,7 +163,7 @@ def compare_kernel(layout: PeerLayout, device: str, num_tokens: int, *, norm: bo
                 else:
                     of_one = combine_norm_triton(rows_RD, row_TK, tokens.weights_BK, *after)
                     for each, other_bits in zip([x for x in own if x is not None], of_one, strict=True):
-                        assert_same_bits(each, other_bits)
+                        assert_same_as_separate(each, other_bits)
 
 
 @BOTH

@@ -95,7 +95,7 @@ def test_every_form_on_the_device(triton_op, reference, columns, at):
 
 
 def check_fp8(run, device: str, *, parts: int, indexed: bool, **options) -> None:
-    x_XD, w_SND, offsets_S1, index_R = operands(torch.float32, 200, 80 * parts, device)
+    x_XD, w_SND, offsets_S1, index_R = operands(torch.float32, 208, 80 * parts, device)
     x, num_rows = quantize_rows(x_XD), x_XD.shape[0]
     blocks = quantize_blocks(w_SND.unflatten(1, (parts, -1)))
     w = QuantizedBlocks(blocks.values.flatten(1, 2), blocks.scales)
