@@ -225,18 +225,17 @@ def mla_decode_triton(
     num_sequences, num_heads, latent = q_latent_BHL.shape
     if num_sequences == 0 or max_kv_len == 0:
         return q_latent_BHL.new_zeros(num_sequences, num_heads, latent)
-    rule, hopper = _split_rule(num_heads), scales_NP2 is None and runs_on_hopper(q_latent_BHL, q_pe_BHR, cache_NPX)
-    wide = q_latent_BHL.dtype == torch.float32
+    if scales_NP2 is None and runs_on_hopper(q_latent_BHL, q_pe_BHR, cache_NPX):
+        operands = (q_latent_BHL, q_pe_BHR, cache_NPX, block_tables_BM, kv_lens_B)
+        return mla_decode_hopper(*operands, scale=scale, max_kv_len=max_kv_len)
+    rule, wide = _split_rule(num_heads), q_latent_BHL.dtype == torch.float32
     splits = rule.most(max_kv_len)
     # Latents come out of a norm, so a half holds their means, and rounds eight times finer than bf16 does in the end.
     part_dtype = torch.float32 if wide else torch.float16
     parts_BSHL, lse_BSH = split_workspace(num_sequences, splits, num_heads, latent, part_dtype, q_latent_BHL.device)
     out_BHL = q_latent_BHL.new_empty(num_sequences, num_heads, latent)
     operands = (q_latent_BHL, q_pe_BHR, cache_NPX, block_tables_BM, kv_lens_B, out_BHL, parts_BSHL, lse_BSH)
-    if hopper:
-        mla_decode_hopper(*operands, rule, scale=scale)
-    else:
-        _launch_mla(*operands, rule, scales_NP2, scale=scale)
+    _launch_mla(*operands, rule, scales_NP2, scale=scale)
     if splits > 1:
         merge_splits(parts_BSHL, lse_BSH, kv_lens_B, out_BHL, rule)
     return out_BHL

@@ -19,10 +19,15 @@ from kernels.checks import cdiv, next_power_of_2
 from kernels.dependent_launch import dependent_launch
 from kernels.mla_few_heads import few_heads_kernel
 from kernels.mla_many_heads import many_heads_kernel
-from kernels.split_kv import SplitRule
+from kernels.mla_merge import merge_parts
+from kernels.split_kv import SplitRule, split_workspace
 from kernels.tiles import device_generation
 
 _FEW_HEADS = 32
+
+_FEW_REGISTERS = 160
+"""A thread's, at the start: the warps that copy give theirs to those that multiply, and the kernel after this one finds
+room beside it."""
 
 
 def runs_on_hopper(q_latent_BHL: Tensor, q_pe_BHR: Tensor, cache_NPX: Tensor) -> bool:
@@ -34,10 +39,16 @@ def runs_on_hopper(q_latent_BHL: Tensor, q_pe_BHR: Tensor, cache_NPX: Tensor) ->
         and q_latent_BHL.shape[2] == 512
         and q_pe_BHR.shape[2] == 64
         and page_size % 16 == 0
+        and all(stride % 16 == 0 for q in (q_latent_BHL, q_pe_BHR) for stride in q.stride()[:2])
+        and all(x.data_ptr() % 16 == 0 for x in (q_latent_BHL, q_pe_BHR, cache_NPX))  # copied 16 bytes at a time
         and (page_size % 64 == 0 or 64 % page_size == 0)
         and cache_NPX.stride() == (page_size * width, width, 1)
-        and cache_NPX.data_ptr() % 16 == 0
     )
+
+
+def split_rule(num_heads: int) -> SplitRule:
+    """With many heads a split's result (H * L) weighs as much as its keys, and few keys are work enough."""
+    return SplitRule(128, few=8) if num_heads <= _FEW_HEADS else SplitRule(512, few=4)
 
 
 def mla_decode_hopper(
@@ -46,23 +57,26 @@ def mla_decode_hopper(
     cache_NPX: Tensor,
     block_tables_BM: Tensor,
     kv_lens_B: Tensor,
-    out_BHL: Tensor,
-    parts_BSHL: Tensor,
-    lse_BSH: Tensor,
-    rule: SplitRule,
     *,
     scale: float,
-) -> None:
-    """Fills out_BHL where a sequence has one split, parts_BSHL and lse_BSH elsewhere."""
-    num_sequences, splits, num_heads, _ = parts_BSHL.shape
-    page_size = cache_NPX.shape[1]
-    few = num_heads <= _FEW_HEADS
+    max_kv_len: int,
+) -> Tensor:
+    """o_latent_BHL, as two launches: the splits, then the merge of those that no program had together."""
+    num_sequences, num_heads, latent = q_latent_BHL.shape
+    few, device, page_size = num_heads <= _FEW_HEADS, q_latent_BHL.device, cache_NPX.shape[1]
+    rule = split_rule(num_heads)
+    splits = rule.most(max_kv_len)
+    # Latents come out of a norm, so a half holds their means, and rounds eight times finer than bf16 does in the end.
+    parts_BSHL, lse_BSH = split_workspace(num_sequences, splits, num_heads, latent, torch.float16, device)
+    whole_B = torch.empty(num_sequences, dtype=torch.int32, device=device) if few else None
+    out_BHL = q_latent_BHL.new_empty(num_sequences, num_heads, latent)
     block_h = max(16, next_power_of_2(num_heads)) if few else 64
-    num_pieces = num_sequences * splits * (1 if few else cdiv(num_heads, block_h))
+    num_pieces = num_sequences * splits * cdiv(num_heads, block_h)
     desc = TensorDescriptor.from_tensor(
         cache_NPX.flatten(0, 1), [min(page_size, 64), 64], gl.NVMMASharedLayout(128, 16, 2)
     )
-    programs = torch.cuda.get_device_properties(q_latent_BHL.device).multi_processor_count
+    programs = torch.cuda.get_device_properties(device).multi_processor_count
+    own = {"whole_ptr": whole_B, "maxnreg": _FEW_REGISTERS} if few else {"num_pieces": num_pieces}
     (few_heads_kernel if few else many_heads_kernel)[(min(num_pieces, programs),)](
         q_latent_BHL,
         q_pe_BHR,
@@ -73,7 +87,6 @@ def mla_decode_hopper(
         parts_BSHL,
         lse_BSH,
         scale * log2(e),
-        num_pieces,
         num_sequences,
         splits,
         num_heads,
@@ -84,7 +97,10 @@ def mla_decode_hopper(
         SPLIT_LEN=rule.length,
         FEW_SPLITS=rule.few,
         BLOCK_H=block_h,
-        STAGES=2,
         num_warps=4,
+        **own,
         **dependent_launch(q_latent_BHL),
     )
+    if splits > 1:
+        merge_parts(parts_BSHL, lse_BSH, kv_lens_B, whole_B, out_BHL, rule)
+    return out_BHL

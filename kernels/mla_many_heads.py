@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -19,7 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kernels.mla_pieces import OF_THE_BATCH, copy_latents, fill_queries, piece_of, write_part, zero_rows
+from kernels.mla_pieces import OF_THE_BATCH, bounds, copy_chunks, fetch_queries, rows_of_tile, zero_rows
 
 # s[p] = scale * log2(e) * (q_latent . c[p] + q_pe . k_pe[p]); out = sum_p 2^s[p] c[p] / sum_p 2^s[p];
 #   lse = log2(sum_p 2^s[p]), over a split of the keys; a sequence of one split is done then
@@ -29,6 +30,81 @@ from kernels.mla_pieces import OF_THE_BATCH, copy_latents, fill_queries, piece_o
 #   grid: one program a multiprocessor at most; program i takes the pieces i, i + grid, ... of S x B x head tiles, a
 #   piece being a split of a sequence for BLOCK_H heads. fp32 accumulation. A tile is 64 keys; rows of keys from the
 #   split's end on are zeroed in shared memory (the page behind them may hold anything) and weigh 0.
+
+
+_LINES = gl.constexpr(
+    gl.DistributedLinearLayout(
+        reg_bases=[[0, 1], [0, 2], [8, 0], [0, 16], [0, 32], [0, 64], [0, 128]],
+        lane_bases=[[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]],
+        warp_bases=[[16, 0], [32, 0]],
+        block_bases=[],
+        shape=[64, 256],
+    )
+)
+"""A half's sums as wgmma leaves them, [64 heads, 256], but with four neighbouring columns in a thread: four threads
+write a whole sector of 32 bytes where they wrote two halves. They swap by shuffles; shared memory has no room left."""
+
+
+@gluon.jit
+def _store_half(out, head0, column0, num_heads, num_splits, sequence, split, splits, out_ptr, parts_ptr):
+    """A split's 64 heads x 256 columns."""
+    head = head0 + gl.arange(0, 64, gl.SliceLayout(1, _LINES))[:, None]
+    column = column0 + gl.arange(0, 256, gl.SliceLayout(0, _LINES))[None, :]
+    inside = (head < num_heads) & (column >= 0)
+    if splits <= 1:
+        whole_ptrs = out_ptr + (sequence * num_heads + head) * 512 + column
+        gl.store(whole_ptrs, gl.convert_layout(out.to(out_ptr.dtype.element_ty), _LINES), mask=inside)
+    else:
+        part_ptrs = parts_ptr + ((sequence * num_splits + split) * num_heads + head) * 512 + column
+        gl.store(part_ptrs, gl.convert_layout(out.to(parts_ptr.dtype.element_ty), _LINES), mask=inside)
+
+
+@gluon.jit
+def _piece_of(index, kv_lens_ptr, num_sequences, head_tiles, SPLIT_LEN: gl.constexpr, FEW_SPLITS: gl.constexpr):
+    """(first key, end, number of splits, split, sequence, head tile)"""
+    head_tile = index % head_tiles
+    sequence = (index // head_tiles) % num_sequences
+    split = index // (head_tiles * num_sequences)
+    kv_len = gl.load(kv_lens_ptr + sequence)
+    first, end, splits = bounds(kv_len, split, SPLIT_LEN, FEW_SPLITS, 0)
+    return first, end, splits, split, sequence.to(gl.int64), head_tile
+
+
+@gluon.jit
+def _copy_latents(
+    desc,
+    tables_ptr,
+    kv_lens_ptr,
+    num_pieces,
+    num_sequences,
+    head_tiles,
+    stride_tb,
+    left,
+    right,
+    pe,
+    full,
+    empty,
+    PAGE: gl.constexpr,
+    SPLIT_LEN: gl.constexpr,
+    FEW_SPLITS: gl.constexpr,
+):
+    """Latents as [stage * chunk, 64 keys, 64 columns]: four chunks left, four right, one of rotary keys."""
+    STAGES: gl.constexpr = pe.shape[0]
+    tiles = 0
+    for index in range(gl.program_id(0), num_pieces, gl.num_programs(0)):
+        first, end, _, _, sequence, _ = _piece_of(index, kv_lens_ptr, num_sequences, head_tiles, SPLIT_LEN, FEW_SPLITS)
+        table_ptr = tables_ptr + sequence * stride_tb
+        for start in range(first, end, 64):
+            # Rows are looked up before the wait for room, which takes as long.
+            row0, row1, row2, row3 = rows_of_tile(table_ptr, start, end, PAGE)
+            stage = tiles % STAGES
+            bar = full.index(stage)
+            mbarrier.wait(empty.index(stage), ((tiles // STAGES) & 1) ^ 1)
+            mbarrier.expect(bar, 64 * 576 * 2)
+            copy_chunks(desc, row0, row1, row2, row3, 0, left, stage * 4, bar, 4, PAGE)
+            copy_chunks(desc, row0, row1, row2, row3, 512, pe, stage, bar, 1, PAGE)
+            copy_chunks(desc, row0, row1, row2, row3, 256, right, stage * 4, bar, 4, PAGE)
+            tiles += 1
 
 
 @gluon.jit
@@ -72,13 +148,15 @@ def _attend_left(
     tiles = 0
     handovers = 0
     for index in range(gl.program_id(0), num_pieces, gl.num_programs(0)):
-        first, end, splits, split, sequence, head_tile = piece_of(
+        first, end, splits, split, sequence, head_tile = _piece_of(
             index, kv_lens_ptr, num_sequences, head_tiles, SPLIT_LEN, FEW_SPLITS
         )
         if (first < end) | (split == 0):
             head0 = head_tile * 64
-            fill_queries(q_latent_ptr + sequence * stride_lb, queries, head0, num_heads, stride_lh, 8, 0)
-            fill_queries(q_pe_ptr + sequence * stride_rb, queries, head0, num_heads, stride_rh, 1, 8)
+            fetch_queries(
+                q_latent_ptr, q_pe_ptr, queries, sequence, head0, num_heads, stride_lb, stride_lh, stride_rb, stride_rh
+            )
+            async_copy.wait_group(0)
             fence_async_shared()
             maximum = gl.full([64], float("-inf"), gl.float32, HEAD)
             total = gl.zeros([64], gl.float32, HEAD)
@@ -123,10 +201,8 @@ def _attend_left(
             row.store(total)
             mbarrier.arrive(handed)
             handovers += 1
-            head = head0 + gl.arange(0, 64, SUM_HEAD)
-            column = gl.arange(0, 256, gl.SliceLayout(0, SUM))[None, :]
-            where = (num_heads, num_splits, sequence, split, splits, out_ptr, parts_ptr)
-            write_part(out / gl.convert_layout(total, SUM_HEAD)[:, None], head[:, None], column, *where)
+            out = out / gl.convert_layout(total, SUM_HEAD)[:, None]
+            _store_half(out, head0, 0, num_heads, num_splits, sequence, split, splits, out_ptr, parts_ptr)
             if splits > 1:
                 score_head = head0 + gl.arange(0, 64, HEAD)
                 part = (sequence * num_splits + split) * num_heads + score_head
@@ -160,7 +236,7 @@ def _attend_right(
     tiles = 0
     handovers = 0
     for index in range(gl.program_id(0), num_pieces, gl.num_programs(0)):
-        first, end, splits, split, sequence, head_tile = piece_of(
+        first, end, splits, split, sequence, head_tile = _piece_of(
             index, kv_lens_ptr, num_sequences, head_tiles, SPLIT_LEN, FEW_SPLITS
         )
         if (first < end) | (split == 0):
@@ -180,10 +256,8 @@ def _attend_right(
             total = row.load(HEAD)
             mbarrier.arrive(taken)
             handovers += 1
-            head = head_tile * 64 + gl.arange(0, 64, HEAD)
-            column = 256 + gl.arange(0, 256, gl.SliceLayout(0, SUM))[None, :]
-            where = (num_heads, num_splits, sequence, split, splits, out_ptr, parts_ptr)
-            write_part(out / total[:, None], head[:, None], column, *where)
+            out = out / total[:, None]
+            _store_half(out, head_tile * 64, 256, num_heads, num_splits, sequence, split, splits, out_ptr, parts_ptr)
 
 
 @gluon.jit(do_not_specialize=OF_THE_BATCH)
@@ -197,7 +271,6 @@ def many_heads_kernel(
     parts_ptr,
     lse_ptr,
     scale_log2,
-    num_pieces,
     num_sequences,
     num_splits,
     num_heads,
@@ -206,17 +279,18 @@ def many_heads_kernel(
     stride_rb,
     stride_rh,
     stride_tb,
+    num_pieces,
     PAGE: gl.constexpr,
     SPLIT_LEN: gl.constexpr,
     FEW_SPLITS: gl.constexpr,
     BLOCK_H: gl.constexpr,
-    STAGES: gl.constexpr,
     PDL: gl.constexpr,
 ):
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
     dtype: gl.constexpr = q_latent_ptr.dtype.element_ty
+    STAGES: gl.constexpr = 2
     head_tiles = gl.cdiv(num_heads, BLOCK_H)
     K: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     queries = gl.allocate_shared_memory(dtype, [9, BLOCK_H, 64], K)
@@ -250,7 +324,7 @@ def many_heads_kernel(
                 kv_lens_ptr, out_ptr, parts_ptr, num_pieces, num_sequences, head_tiles, num_splits, num_heads, right,
                 weights, row, full, empty, handed, taken, SPLIT_LEN, FEW_SPLITS,
             )),
-            (copy_latents, (
+            (_copy_latents, (
                 desc, tables_ptr, kv_lens_ptr, num_pieces, num_sequences, head_tiles, stride_tb, left_chunks,
                 right_chunks, pe, full, empty, PAGE, SPLIT_LEN, FEW_SPLITS,
             )),

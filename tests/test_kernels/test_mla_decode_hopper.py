@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -9,7 +11,9 @@ from kernels.mla_decode import mla_decode, mla_decode_reference
 from kernels.mla_decode_hopper import runs_on_hopper
 from kernels.mla_few_heads import few_heads_kernel
 from kernels.mla_many_heads import many_heads_kernel
-from tests.aot import aot
+from kernels.mla_merge import _merge_kernel, merge_parts
+from kernels.split_kv import SplitRule
+from tests.aot import ARCHS, aot, compile_ahead
 from tests.compare import assert_same_bits, max_rel
 from tests.gluon_aot import box, compile_gluon_ahead
 from tests.paged_cache import assert_accurate, dense_attention, draw, index, paged_cache
@@ -27,7 +31,7 @@ def draw_case(heads, page, lens, dtype=torch.bfloat16):
     return q_BHX, cache_NPX, cache
 
 
-def run(attend, q_BHX, cache_NPX, cache, max_kv_len=None, rows=slice(None)):
+def run(attend, q_BHX, cache_NPX, cache, max_kv_len=None, rows: slice | list[int] = slice(None)):
     return attend(
         q_BHX[rows, :, :512],
         q_BHX[rows, :, 512:],
@@ -60,17 +64,41 @@ def test_kernel(heads, page, dtype):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("heads", [16, 128])
-def test_a_row_has_the_same_bits_in_any_company(heads):
-    lens = [1 + 37 * b % 1500 for b in range(64)] + LENS
+@pytest.mark.parametrize("heads", [16, 32, 128])
+@pytest.mark.parametrize("others", [64, 600])  # runs shorter than a sequence, and of several: merged in two places
+def test_a_row_has_the_same_bits_in_any_company(heads, others):
+    lens = [1 + 37 * b % 1500 for b in range(others)] + LENS
     q_BHX, cache_NPX, cache = draw_case(heads, 64, lens)
     together = run(mla_decode, q_BHX, cache_NPX, cache)
     assert_same_bits(run(mla_decode, q_BHX, cache_NPX, cache, max_kv_len=32768), together)
     backwards = list(range(len(lens)))[::-1]
     assert_same_bits(run(mla_decode, q_BHX, cache_NPX, cache, rows=backwards)[backwards], together)
-    for b in range(len(lens)):
+    for b in [*range(0, others, others // 64), *range(others, len(lens))]:
         alone = run(mla_decode, q_BHX, cache_NPX, cache, rows=slice(b, b + 1), max_kv_len=4200)
         assert_same_bits(alone, together[b : b + 1])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads", [16, 128])
+def test_batches_around_the_number_of_programs(heads):
+    """Sequences of one length: of as many as there are programs each has one, of one more some are cut."""
+    programs = torch.cuda.get_device_properties("cuda").multi_processor_count
+    q_BHX, cache_NPX, cache = draw_case(heads, 16, [300] * (2 * programs + 1))
+    together = run(mla_decode, q_BHX, cache_NPX, cache)
+    assert_accurate(together, exact(q_BHX, cache, torch.bfloat16), exact(q_BHX, cache))
+    for count in (1, 2, programs // 2, programs - 1, programs, programs + 1, 2 * programs):
+        assert_same_bits(run(mla_decode, q_BHX, cache_NPX, cache, rows=slice(count)), together[:count])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads", [16, 128])
+def test_only_empty_sequences_and_many_of_them(heads):
+    lens = [0] * 700 + [70] + [0] * 300
+    q_BHX, cache_NPX, cache = draw_case(heads, 64, lens)
+    ours = run(mla_decode, q_BHX, cache_NPX, cache)
+    assert bool((ours[[b for b, n in enumerate(lens) if n == 0]] == 0).all())
+    assert_same_bits(ours[700:701], run(mla_decode, q_BHX, cache_NPX, cache, rows=slice(700, 701)))
+    assert bool((run(mla_decode, q_BHX, cache_NPX, cache, rows=slice(700), max_kv_len=64) == 0).all())
 
 
 @pytest.mark.gpu
@@ -104,11 +132,17 @@ def test_a_cpu_is_left_to_the_other_kernel():
 
 
 @aot
-@pytest.mark.parametrize("page", [16, 64])
 @pytest.mark.parametrize(
-    ("kernel", "block_h"), [(few_heads_kernel, 16), (few_heads_kernel, 32), (many_heads_kernel, 64)]
+    ("kernel", "block_h", "page", "own"),
+    [
+        (few_heads_kernel, 16, 16, {"whole_ptr": "*i32"}),  # four pages a tile; merges in registers
+        (few_heads_kernel, 16, 32, {"whole_ptr": "*i32"}),
+        (few_heads_kernel, 32, 64, {"whole_ptr": "*i32"}),
+        (many_heads_kernel, 64, 16, {"num_pieces": "i32"}),
+        (many_heads_kernel, 64, 64, {"num_pieces": "i32"}),
+    ],
 )
-def test_kernels_compile_ahead_of_time(kernel, block_h, page):
+def test_kernels_compile_ahead_of_time(kernel, block_h, page, own):
     pointers = {"q_latent_ptr": "*bf16", "q_pe_ptr": "*bf16", "out_ptr": "*bf16", "parts_ptr": "*fp16"}
     pointers |= {
         "tables_ptr": "*i32",
@@ -116,8 +150,44 @@ def test_kernels_compile_ahead_of_time(kernel, block_h, page):
         "lse_ptr": "*fp32",
         "desc": box("bf16", min(page, 64), 64),
     }
-    numbers = ("num_pieces", "num_sequences", "num_splits", "num_heads")
+    numbers = ("num_sequences", "num_splits", "num_heads")
     strides = ("stride_lb", "stride_lh", "stride_rb", "stride_rh", "stride_tb")
-    sizes = {"PAGE": page, "SPLIT_LEN": 128, "FEW_SPLITS": 8, "BLOCK_H": block_h, "STAGES": 2, "PDL": True}
-    args = {**pointers, "scale_log2": "fp32", **dict.fromkeys(numbers + strides, "i32"), **sizes}
+    sizes = {"PAGE": page, "SPLIT_LEN": 128, "FEW_SPLITS": 8, "BLOCK_H": block_h, "PDL": True}
+    args = {**pointers, **own, "scale_log2": "fp32", **dict.fromkeys(numbers + strides, "i32"), **sizes}
     compile_gluon_ahead(kernel, args)
+
+
+@aot
+@pytest.mark.parametrize("arch", ARCHS)
+def test_merge_compiles_ahead_of_time(arch):
+    pointers = {
+        "parts_ptr": "*fp16",
+        "lse_ptr": "*fp32",
+        "kv_lens_ptr": "*i32",
+        "whole_ptr": "*i32",
+        "out_ptr": "*bf16",
+    }
+    sizes = {"VALUE_WIDTH": 512, "BLOCK_V": 128, "BLOCK_H": 8, "SPLIT_LEN": 128, "FEW_SPLITS": 8, "PDL": arch >= 90}
+    compile_ahead(_merge_kernel, arch, {**pointers, "num_splits": "i32", "num_heads": "i32", **sizes})
+
+
+@pytest.mark.parametrize("whole", [None, [0, 1, 0, 0, 0]])
+def test_merge(backend, whole):
+    """Sequences of none, eight, one, five and two splits, NaN where nothing was written, one that is whole already."""
+    rule, heads, width = SplitRule(128, few=8), 3, 32
+    lens = [0, 1000, 128, 600, 129]
+    splits = rule.most(max(lens))
+    parts_BSHV = draw(len(lens), splits, heads, width, dtype=backend.dtype, device=backend.device)
+    lse_BSH = draw(len(lens), splits, heads, device=backend.device, seed=1) * 5
+    for b, n in enumerate(lens):
+        parts_BSHV[b, -(-n // 128) :], lse_BSH[b, -(-n // 128) :] = torch.nan, torch.nan
+    out_BHV = torch.full((len(lens), heads, width), 7.0, dtype=backend.dtype, device=backend.device)
+    whole_B = None if whole is None else index(whole, backend.device)
+    merge_parts(parts_BSHV, lse_BSH, index(lens, backend.device), whole_B, out_BHV, rule)
+    for b, n in enumerate(lens):
+        count = -(-n // 128)
+        if count <= 1 or (whole is not None and whole[b]):
+            assert bool((out_BHV[b] == 7.0).all())
+            continue
+        weights_SH1 = torch.softmax(lse_BSH[b, :count].double() * math.log(2), dim=0)[..., None]
+        assert max_rel(out_BHV[b], (parts_BSHV[b, :count].double() * weights_SH1).sum(0)) < 1e-2

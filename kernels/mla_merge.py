@@ -1,0 +1,94 @@
+"""The merge of MLA decode's splits on Hopper, where no program had all splits of a sequence. Knows partial softmax
+results; knows neither keys nor pages.
+
+One step for each split, in order, as `kernels/mla_few_heads.py` takes it in registers: the same bits either way.
+"""
+# pyright: reportCallIssue=false
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.checks import cdiv, next_power_of_2
+from kernels.dependent_launch import dependent_launch, wait_for_inputs
+from kernels.split_kv import SplitRule, split_bounds
+
+# acc = part_s * 2^(lse_s - max_s) + acc * 2^(max_{s-1} - max_s), max_s = max(lse_0 .. lse_s), total likewise of ones;
+#   out = acc / total, s ascending
+#   parts_ptr [B, S, H, V] in any dtype, lse_ptr fp32 [B, S, H], out_ptr [B, H, V], contiguous; int32 [B]: kv_lens_ptr,
+#   whole_ptr (or None; 1: nothing to merge, out is written)
+#   grid (cdiv(V, BLOCK_V), cdiv(H, BLOCK_H), B): a program owns BLOCK_V columns of BLOCK_H heads of one sequence. A
+#   sequence of one split or none is done already. fp32; heads from H on and columns from V on are masked.
+
+
+@triton.jit(do_not_specialize=["num_splits"])
+def _merge_kernel(
+    parts_ptr,
+    lse_ptr,
+    kv_lens_ptr,
+    whole_ptr,
+    out_ptr,
+    num_splits,
+    num_heads,
+    VALUE_WIDTH: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    SPLIT_LEN: tl.constexpr,
+    FEW_SPLITS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    wait_for_inputs(PDL)
+    sequence = tl.program_id(2).to(tl.int64)
+    whole = 0
+    if whole_ptr is not None:
+        whole = tl.load(whole_ptr + sequence)
+    _, _, splits = split_bounds(tl.load(kv_lens_ptr + sequence), 0, SPLIT_LEN, FEW_SPLITS, 0)
+    if (splits <= 1) | (whole != 0):
+        return
+    head, v = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H), tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
+    real, inside = head < num_heads, (head < num_heads)[:, None] & (v < VALUE_WIDTH)[None, :]
+    first_row = sequence * num_splits * num_heads + head
+    maximum = tl.full((BLOCK_H,), float("-inf"), tl.float32)
+    total = tl.zeros((BLOCK_H,), tl.float32)
+    acc = tl.zeros((BLOCK_H, BLOCK_V), tl.float32)
+    for split in tl.range(0, splits, loop_unroll_factor=8):
+        row = first_row + split * num_heads
+        lse = tl.load(lse_ptr + row, mask=real, other=0.0)
+        part = tl.load(parts_ptr + row[:, None] * VALUE_WIDTH + v[None, :], mask=inside, other=0.0)
+        new_maximum = tl.maximum(maximum, lse)
+        decay, weight = tl.exp2(maximum - new_maximum), tl.exp2(lse - new_maximum)
+        total = tl.fma(total, decay, weight)
+        weight = tl.broadcast_to(weight[:, None], (BLOCK_H, BLOCK_V))
+        acc = tl.fma(part.to(tl.float32), weight, acc * decay[:, None])
+        maximum = new_maximum
+    out_ptrs = out_ptr + (sequence * num_heads + head)[:, None] * VALUE_WIDTH + v[None, :]
+    tl.store(out_ptrs, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def merge_parts(
+    parts_BSHV: Tensor, lse_BSH: Tensor, kv_lens_B: Tensor, whole_B: Tensor | None, out_BHV: Tensor, rule: SplitRule
+) -> None:
+    """Fills out_BHV (contiguous) where a sequence has more than one split and whole_B, if given, is 0."""
+    num_sequences, splits, num_heads, width = parts_BSHV.shape
+    # Few results: one warp for 128 columns, so that many programs share the latency. Many: eight columns a thread.
+    block_h, block_v, num_warps = 1, min(next_power_of_2(width), 128), 1
+    if num_sequences * num_heads * width > 2**19:
+        block_h, num_warps = min(8, next_power_of_2(num_heads)), 4
+    _merge_kernel[(cdiv(width, block_v), cdiv(num_heads, block_h), num_sequences)](
+        parts_BSHV,
+        lse_BSH,
+        kv_lens_B,
+        whole_B,
+        out_BHV,
+        splits,
+        num_heads,
+        VALUE_WIDTH=width,
+        BLOCK_V=block_v,
+        BLOCK_H=block_h,
+        SPLIT_LEN=rule.length,
+        FEW_SPLITS=rule.few,
+        num_warps=num_warps,
+        **dependent_launch(parts_BSHV),
+    )
