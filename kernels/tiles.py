@@ -156,7 +156,7 @@ def grouped_tile(
     if dtype == torch.float32:
         return _fp32_tile(cdiv(num_rows, num_slots), num_products)
     return grouped_rule(
-        num_rows, num_slots, width, generation, num_products=num_products, gathered=gathered, by_blocks=by_blocks
+        num_rows, num_slots, generation, num_products=num_products, gathered=gathered, by_blocks=by_blocks
     )
 
 
@@ -178,14 +178,13 @@ def packs_rows(num_rows: int, num_slots: int, num_columns: int, generation: int)
 def grouped_rule(
     num_rows: int,
     num_slots: int,
-    width: int,
     generation: int,
     *,
     num_products: int,
     gathered: bool,
     by_blocks: bool = True,
 ) -> TileConfig:
-    """The rule for 16-bit operands; width is K.
+    """The rule for 16-bit operands.
 
     Measured on an H200 over the layers qwen3 (128 experts), mixtral (8) and dsv3-ep8 (32), the two products one after
     the other, microseconds:
@@ -209,8 +208,11 @@ def grouped_rule(
       12288; 7168, dsv3-ep8 13780 / 11994.
     - Second products, specialized 64x256x64 s5 / specialized 128x128x64 s6 / tma 128x256x64 w8 s4: 512 rows, qwen3 366
       / 370 / 434, mixtral 833 / 877 / 892; by K: 768, qwen3 745 / 706 / 842; 1408, dsv2-lite 480 / 487 / 533; 2048,
-      dsv3-ep8 7618 / 6333 / 6490; 14336, mixtral 6429 / 6590 / 6424. A short sum leaves much time to writing, which one
-      group of warps does while the other multiplies; a long one is fed best by the largest tile.
+      dsv3-ep8 7618 / 6333 / 6490; 14336, mixtral 6429 / 6590 / 6424.
+    - The specialized form wins most of those alone and loses in its place: with it in both products of more than
+      MANY_ROWS a whole layer took 6.73 and 29.4 ms at 4096 and 16384 tokens of dsv3-ep8, where its parts sum to 5.40
+      and 21.2; with the tma form 5.26 and 19.9 (parts 5.14 and 20.4), with a slower division even. A step of 8192
+      tokens of dsv2-lite (768 rows) 87.3 ms against 81.9. Why is not known.
     - One slot, rows in order, gate and up of F columns, D 2048, F 10944 / 2816: 64 rows, specialized 64x64x128 s4 37.6
       / 18.6, 128x64x64 s6 43.8 / 20.6; 4096 rows, specialized 128x64x64 s6 520 / 138, tma 522 / 154, pointers 686 / 193
       (the library without the activation 490 / 136).
@@ -227,12 +229,12 @@ def grouped_rule(
         return TileConfig(64, 64 * wide, 128, 4, 4, "specialized")
     if generation == 9 and rows <= 96:
         return TileConfig(128, 64 * wide, 64, 4, 6, "specialized")
-    if generation == 9 and (gathered or rows <= MANY_ROWS):
+    if generation == 9 and rows <= MANY_ROWS:
         return TileConfig(64, 128 * wide, 64, 4, 5, "specialized")
     if rows <= 96:
         return TileConfig(64, 128 * wide, 64, 8, 4, "tma")
-    if generation == 9 and width <= 3072:
-        return TileConfig(128, 64 * wide, 64, 4, 6, "specialized")
+    if generation == 9 and num_products == 2 and not ragged:
+        return TileConfig(128, 64, 64, 4, 6, "specialized")
     return TileConfig(128, 128 * wide, 64, 8, 3 if gathered else 4, "tma")
 
 

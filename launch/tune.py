@@ -263,11 +263,8 @@ def num_products(which: Product) -> int:
 def rule_tile(shape: LayerShape, which: Product, num_tokens: int, generation: int) -> TileConfig:
     """What the rule says, whatever the table does."""
     num_rows, first = num_tokens * shape.top_k, which == "gemm1"
-    columns, width, products = shape.width, shape.hidden, num_products(which)
-    if not first:
-        columns, width = width, columns
-    gathered = first and not packs_rows(num_rows, shape.num_experts, columns, generation)
-    return grouped_rule(num_rows, shape.num_experts, width, generation, num_products=products, gathered=gathered)
+    gathered = first and not packs_rows(num_rows, shape.num_experts, shape.width, generation)
+    return grouped_rule(num_rows, shape.num_experts, generation, num_products=num_products(which), gathered=gathered)
 
 
 Tuned = dict[str, dict[int, TileConfig]]

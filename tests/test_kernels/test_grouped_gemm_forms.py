@@ -18,8 +18,8 @@ def block_cases() -> list[tuple[int, str, bool, bool]]:
     for arch in (90, 100):
         for rows in (12, 32, 64, 256, 4096):
             for swiglu, gathered in ((False, False), (True, True), (True, False)):
-                for width in (2048, 8192):
-                    tile = grouped_rule(rows * 8, 8, width, arch // 10, num_products=1 + swiglu, gathered=gathered)
+                for slots in (1, 8):
+                    tile = grouped_rule(rows * slots, slots, arch // 10, num_products=1 + swiglu, gathered=gathered)
                     cases.add((arch, tile.name, swiglu, gathered))
     return sorted(cases)
 

@@ -43,7 +43,6 @@ def test_every_choice_fits_the_card(generation, num_slots, num_columns):
                     tile = grouped_rule(
                         num_rows,
                         num_slots,
-                        2048,
                         generation,
                         num_products=products,
                         gathered=gathered,
@@ -71,7 +70,7 @@ def test_few_rows_give_most_multiprocessors_a_program():
     """One token of the benched layers, and decode rows of their linears."""
     for num_slots, top_k, columns in ((128, 8, 768), (128, 8, 2048), (8, 2, 14336), (8, 2, 4096), (60, 4, 1408)):
         products = 2 if columns in (768, 14336, 1408) else 1
-        tile = grouped_rule(top_k, num_slots, 2048, 9, num_products=products, gathered=True)
+        tile = grouped_rule(top_k, num_slots, 9, num_products=products, gathered=True)
         assert top_k * -(-columns // tile.block_n) >= 0.7 * 132
     for columns in (2048, 3072, 4096, 5120, 6144, 151936):
         tile = linear_tile(8, columns, torch.bfloat16, 9, 132)
