@@ -78,7 +78,7 @@ def generate(folder: str, words: list[str], fault: Fault) -> None:
 
 def in_loading(strike: Callable[[], None]) -> None:
     """While the second tensor is read: the others are done, and wait for this rank."""
-    load, calls = Checkpoint._load_rule, []
+    load, calls = Checkpoint.load_rule, []
 
     def failing(*args: Any) -> int:
         calls.append(1)
@@ -86,7 +86,7 @@ def in_loading(strike: Callable[[], None]) -> None:
             strike()
         return load(*args)
 
-    Checkpoint._load_rule = failing  # pyright: ignore[reportAttributeAccessIssue]
+    Checkpoint.load_rule = failing
 
 
 def in_a_step(strike: Callable[[], None]) -> None:
@@ -206,7 +206,10 @@ def test_C10_a_fault_on_one_rank_ends_all_with_its_cause(fault: Fault, tmp_path:
     assert not (tmp_path / "out.jsonl").exists()
     if fault.how is None:
         failed, failure = error.get_first_failure()
-        assert (failed, failure.exitcode) == (fault.rank, -signal.SIGKILL), said
+        if failed == fault.rank:
+            assert failure.exitcode == -signal.SIGKILL, said
+        else:  # torchrun looks at all at once, and this one had heard of it and ended by then
+            assert failure.exitcode == 1 and f"rank {fault.rank}: " in said[failed], said
         return
     for rank, text in said.items():
         assert f"error on rank {rank}: " in text and f"rank {fault.rank}: " in text, said

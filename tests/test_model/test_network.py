@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from kernels.pack import Packed, pack
 from kernels.routing import Routing, route_reference
 from moe.model.causal_lm import CausalLM
 from moe.model.layer import MoELayer
@@ -60,6 +61,12 @@ class RecordingGate:
         self.rows.append(x_TD.clone())
         self.routings.append(self.gate(x_TD, real_T))
         return self.routings[-1]
+
+    def and_pack(
+        self, x_TD: Tensor, slot_of_E: Tensor, num_slots: int, real_T: Tensor | None = None
+    ) -> tuple[Routing, Packed]:
+        routing = self(x_TD, real_T)
+        return routing, pack(routing.expert_ids_TK, slot_of_E, num_slots)
 
 
 def test_C31_a_bf16_model_routes_as_an_fp32_router_for_batches_of_1_and_512(tmp_path: Path) -> None:
