@@ -42,7 +42,17 @@ from launch.figure import ROOT, Figure, load_baselines, print_figures, short
 from launch.machine import clocks, machine_record
 from launch.roofline import Ceilings, measure_ceilings
 from launch.roofline_picture import check_matplotlib, draw
-from launch.words import flag, number_above_zero, output_file, positive, positives, split_list
+from launch.words import (
+    asks_for_help,
+    flag,
+    number_above_zero,
+    output_file,
+    own_words,
+    positive,
+    positives,
+    print_help,
+    split_list,
+)
 from moe.engine.engine import Engine
 from moe.engine.parts import resolve_device
 from moe.model.causal_lm import CausalLM
@@ -111,9 +121,8 @@ class Choice:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the workloads, print their figures, write the result file. 2: a wrong command line."""
     words = sys.argv[1:] if argv is None else list(argv)
-    if any(word in ("-h", "--help") for word in words):
-        print(__doc__)
-        print("\n".join(f"  {name + '=':<12}{text}" for name, text in OWN_KEYS.items()))
+    if asks_for_help(words):
+        print_help(__doc__, OWN_KEYS)
         return 0
     try:
         choice = read_choice(words)
@@ -299,14 +308,7 @@ def _engine_words(choice: Choice, model: str) -> list[str]:
 
 def read_choice(words: Sequence[str]) -> Choice:
     """This file's own keys, checked; the other words are for launch.generate, if an engine is wanted at all."""
-    own: dict[str, str] = {}
-    rest = []
-    for word in words:
-        name, equals, text = word.partition("=")
-        if equals and name in OWN_KEYS:
-            own[name] = text
-        else:
-            rest.append(word)
+    own, rest = own_words(words, OWN_KEYS)
     workloads = split_list(own.get("workload", ""))
     if not workloads or any(workload not in WORKLOADS for workload in workloads):
         raise ValueError(f"workload={own.get('workload')} is unknown; give some of {','.join(sorted(WORKLOADS))}.")

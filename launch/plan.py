@@ -27,7 +27,7 @@ from launch.figure import ROOT
 from launch.plan_table import amount, plan_table
 from launch.roofline import Ceilings
 from launch.speed import Load, Rates, Speed, speed
-from launch.words import number_above_zero, positive
+from launch.words import asks_for_help, number_above_zero, own_words, positive, print_help
 from moe.engine.forecast import Forecast, Subject, forecast
 from moe.engine.host_memory import HostMemory, read_host_memory
 from moe.engine.machine import OTHER_BYTES, Machine
@@ -87,9 +87,8 @@ class Outcome:
 def main(argv: Sequence[str] | None = None) -> int:
     """Plan and print."""
     words = sys.argv[1:] if argv is None else list(argv)
-    if any(word in ("-h", "--help") for word in words):
-        print(__doc__)
-        print("\n".join(f"  {name + '=':<16}{text}" for name, text in KEYS.items()))
+    if asks_for_help(words):
+        print_help(__doc__, KEYS)
         return 0
     try:
         ask = read_ask(words)
@@ -111,8 +110,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def read_ask(words: Sequence[str]) -> Ask:
     """ValueError for a word that is none, and for a model that cannot be read."""
-    own = dict(word.split("=", 1) for word in words if "=" in word and word.split("=", 1)[0] in KEYS)
-    others = [word for word in words if "=" not in word or word.split("=", 1)[0] not in KEYS]
+    own, others = own_words(words, KEYS)
     model = next((word.split("=", 1)[1] for word in reversed(others) if word.startswith("model=")), Config.model)
     shapes = ROOT / "benchmarks" / "models" / model
     if model and shapes.is_dir():

@@ -24,7 +24,7 @@ from launch.command_line import compose_config, parse
 from launch.console import set_up_logging
 from launch.figure import ROOT
 from launch.machine import device_name, git_commit
-from launch.words import output_file, positive, positives, split_list
+from launch.words import asks_for_help, output_file, own_words, positive, positives, split_list
 from moe.engine.engine import Engine
 from moe.engine.request import Request, SamplingParams
 
@@ -196,10 +196,10 @@ class Profiler:
 def main(argv: Sequence[str] | None = None) -> int:
     """Profile one model, print the tables, write them to `result`. 2: a wrong command line."""
     words = sys.argv[1:] if argv is None else list(argv)
-    if any(word in ("-h", "--help") for word in words):
+    if asks_for_help(words):
         print(__doc__)
         return 0
-    own = {name: text for name, _, text in (word.partition("=") for word in words) if name in OWN_KEYS}
+    own, others = own_words(words, OWN_KEYS)
     try:
         if "model" not in own:
             raise ValueError("model= is missing; name shapes in benchmarks/models/, or a model of launch.generate.")
@@ -211,9 +211,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if any(len(sizes) != 2 for sizes in prompts):
             raise ValueError(f"prefill={own['prefill']} must be prompts x length, such as 4x4096.")
         result = output_file(own, "result")
-        config = compose_config(
-            parse(engine_words(own["model"], [w for w in words if w.partition("=")[0] not in OWN_KEYS]))
-        )
+        config = compose_config(parse(engine_words(own["model"], others)))
         if not torch.cuda.is_available():
             raise ValueError("a profile needs an NVIDIA GPU, and there is none here.")
     except ValueError as error:

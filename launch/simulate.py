@@ -29,7 +29,16 @@ from expert_parallel.simulate import Outcome, Setting, StaticOrPolicy, Trace, pl
 from launch.canvas import check_matplotlib
 from launch.figure import number, short
 from launch.simulate_picture import PlacedPoint, draw_points
-from launch.words import flag, number_above_zero, output_file, positive, positives, split_list
+from launch.words import (
+    asks_for_help,
+    flag,
+    number_above_zero,
+    output_file,
+    positive,
+    positives,
+    print_help,
+    split_list,
+)
 from router.load_window import read_load
 from router.synthetic import skewed_routing
 
@@ -94,9 +103,8 @@ class RowBytes:
 def main(argv: Sequence[str] | None = None) -> int:
     """Play, print the table, write result and picture. 2: a wrong command line."""
     words = sys.argv[1:] if argv is None else list(argv)
-    if any(word in ("-h", "--help") for word in words):
-        print(__doc__)
-        print("\n".join(f"  {name + '=':<16}{text}" for name, text in KEYS.items()))
+    if asks_for_help(words):
+        print_help(__doc__, KEYS)
         return 0
     try:
         own = read_words(words)

@@ -1,10 +1,35 @@
-"""The key=value words of the benches: plain values, each checked with its name. Knows no key by itself."""
+"""The key=value words of the benches and the planner: plain values, each checked with its name. Knows no key by itself."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+
+def asks_for_help(words: Sequence[str]) -> bool:
+    """Whether a command is to say what it is for, and nothing else."""
+    return any(word in ("-h", "--help") for word in words)
+
+
+def print_help(text: str | None, keys: Mapping[str, str]) -> None:
+    """A command's docstring, and its keys with what they mean."""
+    print(text)
+    width = max(map(len, keys)) + 3
+    print("\n".join(f"  {name + '=':<{width}}{meaning}" for name, meaning in keys.items()))
+
+
+def own_words(words: Sequence[str], keys: Container[str]) -> tuple[dict[str, str], list[str]]:
+    """(text by key of the key=value words with these keys, the other words). Of a key given twice the last counts."""
+    own: dict[str, str] = {}
+    rest: list[str] = []
+    for word in words:
+        name, equals, text = word.partition("=")
+        if equals and name in keys:
+            own[name] = text
+        else:
+            rest.append(word)
+    return own, rest
 
 
 def split_list(text: str) -> tuple[str, ...]:
