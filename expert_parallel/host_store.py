@@ -13,7 +13,6 @@ import ctypes
 import math
 import mmap
 import os
-import resource
 import weakref
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,6 +21,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from expert_parallel.host_memory import locked_limit, mem_available
 
 Shapes = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 """Shape and dtype of each tensor by name."""
@@ -88,21 +89,13 @@ def _cuda() -> Any:
 
 
 def _not_pinned(num_bytes: int, code: int) -> str:
-    limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    limit_text = "none" if limit == resource.RLIM_INFINITY else f"{limit} bytes"
+    limit = locked_limit()
+    limit_text = "none" if limit is None else f"{limit} bytes"
     return (
-        f"{num_bytes} bytes of host memory for experts could not be pinned (CUDA error {code}); {_available()} are "
-        f"available, the limit of locked memory (ulimit -l) is {limit_text}. Free host memory, raise the limit, or "
-        "keep less there: offload.tier=disk with a smaller offload.host_gb, or ranks on more hosts."
+        f"{num_bytes} bytes of host memory for experts could not be pinned (CUDA error {code}); {mem_available()} "
+        f"bytes are available, the limit of locked memory (ulimit -l) is {limit_text}. Free host memory, raise the "
+        "limit, or keep less there: offload.tier=disk with a smaller offload.host_gb, or ranks on more hosts."
     )
-
-
-def _available() -> str:
-    with open("/proc/meminfo", encoding="ascii") as lines:
-        for line in lines:
-            if line.startswith("MemAvailable:"):
-                return f"{int(line.split()[1]) * 1024} bytes"
-    return "unknown bytes"
 
 
 def make_arenas(

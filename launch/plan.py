@@ -21,6 +21,7 @@ from rich.console import Console
 
 from configs.checks import freeze
 from configs.schema import Config
+from expert_parallel.host_memory import HostMemory, read_host_memory
 from kv_cache.layout import LayerScales
 from launch.command_line import compose_config, parse
 from launch.figure import ROOT
@@ -29,7 +30,6 @@ from launch.roofline import Ceilings
 from launch.speed import Load, Rates, Speed, speed
 from launch.words import asks_for_help, number_above_zero, own_words, positive, print_help
 from moe.engine.forecast import Forecast, Subject, forecast
-from moe.engine.host_memory import HostMemory, read_host_memory
 from moe.engine.machine import OTHER_BYTES, Machine
 from moe.engine.memory_plan import GIB
 from moe.engine.parts import kv_layout, resolve_dtype, resolve_max_model_len, step_limits

@@ -1,4 +1,4 @@
-"""The key=value words of the benches and the planner: plain values, each checked with its name. Knows no key by itself."""
+"""The key=value words of benches and planner: plain values, each checked with its name. Knows no key by itself."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from expert_parallel.group import Ranks
-from moe.engine.host_memory import HostMemory, read_host_memory
+from expert_parallel.host_memory import HostMemory, read_host_memory
 
 OTHER_BYTES = 3 << 28
 """On a GPU beside all that torch allocates: context, modules, handles. An H200 showed 0.741 GiB."""

@@ -11,10 +11,10 @@ import torch
 
 from configs.checks import freeze
 from configs.schema import CacheConfig, Config, EngineConfig, OffloadConfig
+from expert_parallel.host_memory import HostMemory
 from launch.figure import ROOT
 from moe import LLM
 from moe.engine.forecast import Forecast, Subject, forecast
-from moe.engine.host_memory import HostMemory
 from moe.engine.machine import OTHER_BYTES, Machine
 from moe.engine.memory_plan import GIB, DeviceMemory, plan_memory
 from moe.engine.parts import kv_layout, step_limits

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from expert_parallel import host_store
+from expert_parallel import host_memory, host_store
 from expert_parallel.host_store import ALIGNMENT, Arena, SharedFiles, arena_bytes, make_arenas, node_key
 from tests.ranks import run_ranks, world
 
@@ -67,7 +67,7 @@ def test_C50_memory_that_cannot_be_pinned_is_refused_with_the_numbers(monkeypatc
     refused = SimpleNamespace(cudaHostRegister=lambda address, size, flags: 2)
     monkeypatch.setattr(host_store, "_cuda", lambda: refused)
     monkeypatch.setattr(host_store.torch.cuda, "device", lambda device: nullcontext())
-    monkeypatch.setattr(host_store.resource, "getrlimit", lambda which: (65536, 65536))
+    monkeypatch.setattr(host_memory.resource, "getrlimit", lambda which: (65536, 65536))
     with pytest.raises(ValueError, match=r"^4096 bytes of host memory .* could not be pinned \(CUDA error 2\)"):
         Arena(SHAPES, pin_for=GPU)
     with pytest.raises(ValueError, match=r"locked memory \(ulimit -l\) is 65536 bytes\. Free host memory, raise the"):

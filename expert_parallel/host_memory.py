@@ -15,11 +15,10 @@ RESERVE = 1 << 30
 
 @dataclass(frozen=True)
 class HostMemory:
-    """Bytes. `source` says whose number `available` is; `locked` is the limit on locked memory, None: there is none."""
+    """Bytes. `source` says whose number `available` is."""
 
     available: int
     source: str
-    locked: int | None = None
 
     def check(self, num_bytes: int, what: str, way_out: str) -> None:
         """ValueError where so many pinned bytes do not fit beside the reserve."""
@@ -32,13 +31,17 @@ class HostMemory:
 
 def read_host_memory(root: Path = Path("/")) -> HostMemory:
     """Of this machine and this process's control groups, whichever leaves less. `root`: tests have one of their own."""
-    limits = [(_mem_available(root), "MemAvailable of /proc/meminfo"), *_group_limits(root)]
-    available, source = min(limits)
+    return HostMemory(*min([(mem_available(root), "MemAvailable of /proc/meminfo"), *_group_limits(root)]))
+
+
+def locked_limit() -> int | None:
+    """Of memory that a process may lock, in bytes (ulimit -l); None: none."""
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    return HostMemory(available, source, None if soft == resource.RLIM_INFINITY else soft)
+    return None if soft == resource.RLIM_INFINITY else soft
 
 
-def _mem_available(root: Path) -> int:
+def mem_available(root: Path = Path("/")) -> int:
+    """What the kernel says that new programs can have."""
     for line in (root / "proc/meminfo").read_text(encoding="ascii").splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024

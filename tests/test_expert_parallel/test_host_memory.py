@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from moe.engine.host_memory import RESERVE, HostMemory, read_host_memory
+from expert_parallel.host_memory import RESERVE, HostMemory, read_host_memory
 
 GIB = 1 << 30
 
