@@ -24,7 +24,7 @@ from expert_parallel.record import RecordLayout
 from expert_parallel.rounds import RoundInput
 from kernels.combine import combine
 from kernels.pack import Packed, pack
-from kernels.quantize import FP8, quantize_rows
+from kernels.quantize import FP8, quantize_rows, quantized_bytes
 from kernels.records import rows_in_order, write_records
 from kernels.replica_choice import Targets
 from kernels.round_counts import round_counts
@@ -192,4 +192,4 @@ def most_bytes(num_ranks: int, num_tokens: int, row_cap: int | None, layout: Rec
     rows = rows if row_cap is None else min(rows, row_cap)
     travel = rows * 2 * (layout.num_bytes + layout.width * dtype.itemsize)
     quantised = min(num_tokens, rows) + rows if layout.dtype == FP8 else 0
-    return travel + quantised * (layout.width + 4 * layout.num_scales)
+    return travel + quantized_bytes(quantised, layout.width)

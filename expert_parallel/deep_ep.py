@@ -34,7 +34,7 @@ from kernels.checks import cdiv
 from kernels.combine import combine
 from kernels.pack import pack
 from kernels.pack_fp8 import pack_rows
-from kernels.quantize import GROUP, Quantized, quantize_rows
+from kernels.quantize import Quantized, quantize_rows, quantized_bytes
 
 LOW_LATENCY_TOKENS = 128
 """Of a rank in one round of them: what they are made for. Room is held for so many in every slot of every rank."""
@@ -166,7 +166,7 @@ class DeepEPDispatcher(GroupDispatcher):
         return min(num_tokens, self.row_cap // (self.group.size * self.top_k))
 
     def _row_bytes(self, width: int) -> int:
-        return width + 4 * cdiv(width, GROUP) if self.fp8_rows else 2 * width
+        return quantized_bytes(1, width) if self.fp8_rows else 2 * width
 
 
 class DecodeHandle(NamedTuple):

@@ -19,11 +19,10 @@ from expert_parallel.group import ExpertGroup
 from expert_parallel.record import RecordLayout, copy_rows
 from expert_parallel.replicas import ReplicaTable
 from expert_parallel.rounds import Combine, RoundInput, Traffic, check_row_cap
-from kernels.checks import cdiv
 from kernels.combine import combine, combine_norm
 from kernels.pack import Packed
 from kernels.pack_fp8 import pack_rows
-from kernels.quantize import FP8, GROUP, Quantized, quantize_rows
+from kernels.quantize import FP8, Quantized, quantize_rows, quantized_bytes
 from kernels.rmsnorm import Norm
 
 
@@ -138,7 +137,7 @@ class GroupDispatcher(Dispatcher):
 
     def _fp8_bytes(self, num_rows: int, width: int) -> int:
         """Of quantised rows beside the records: this rank's own before they leave, and those of its experts."""
-        return num_rows * (width + 4 * cdiv(width, GROUP)) if self.fp8_rows else 0
+        return quantized_bytes(num_rows, width) if self.fp8_rows else 0
 
     def _count_dispatch(self, num_sent: int, layout: RecordLayout) -> None:
         self.traffic.rounds += 1

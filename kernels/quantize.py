@@ -52,6 +52,11 @@ class QuantizedBlocks(NamedTuple):
     scales: Tensor
 
 
+def quantized_bytes(num_rows: int, width: int) -> int:
+    """Of so many rows in fp8 with their scales."""
+    return num_rows * (width + 4 * cdiv(width, GROUP))
+
+
 def supports_fp8(device: torch.device) -> bool:
     """Whether fp8 products run there: on the CPU (the reference does them), and from compute capability 8.9 on."""
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9)

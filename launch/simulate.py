@@ -26,6 +26,7 @@ from rich.console import Console
 from rich.table import Table
 
 from expert_parallel.simulate import Outcome, Setting, StaticOrPolicy, Trace, play
+from kernels.quantize import quantized_bytes
 from launch.canvas import check_matplotlib
 from launch.figure import number, short
 from launch.simulate_picture import PlacedPoint, draw_points
@@ -93,7 +94,7 @@ class RowBytes:
     def links(self, outcome: Outcome) -> Links:
         """`batch` tokens on every rank."""
         plain = 2 * self.hidden
-        dispatched = self.hidden + 4 * -(-self.hidden // 128) if self.fp8 else plain
+        dispatched = quantized_bytes(1, self.hidden) if self.fp8 else plain
         near, far = outcome.near_rows, outcome.far_rows
         near_home, far_home = (outcome.near_expert_rows, outcome.far_expert_rows) if self.exact else (near, far)
         rows = (near * dispatched, far * dispatched, near_home * plain, far_home * plain)

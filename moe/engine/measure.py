@@ -80,8 +80,9 @@ def measure_memory(
     `held_experts`: bytes on the device of experts, where their own tensors are in host memory; None: they are not.
     `latent`: attention is MLA.
     """
-    counted = (held_experts is None or not is_expert_parameter(name) for name in network.targets())
-    weights = (held_experts or 0) + sum(t.nbytes for t, own in zip(network.targets().values(), counted) if own)
+    targets = network.targets().items()
+    own = [tensor for name, tensor in targets if held_experts is None or not is_expert_parameter(name)]
+    weights = (held_experts or 0) + sum(tensor.nbytes for tensor in own)
     if device.type != "cuda":
         return DeviceMemory("cpu", None, weights, 0)
     torch.cuda.synchronize(device)

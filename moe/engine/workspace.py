@@ -17,7 +17,7 @@ import torch
 from kernels.attention_decode import decode_parts
 from kernels.checks import cdiv
 from kernels.mla_decode import mla_splits
-from kernels.quantize import GROUP
+from kernels.quantize import quantized_bytes
 from moe.engine.sampler import ROWS_AT_A_TIME
 from moe.engine.scheduler import PROMPT_LOGIT_ROWS
 from moe.model.config import GQAConfig, MLAConfig, ModelConfig
@@ -197,7 +197,7 @@ class _Step:
         between, after = here * moe.expert_dim * self.item, here * D * self.item
         products = between + after
         if self.model.fp8_experts:
-            own, packed, inner = (_fp8_bytes(*each) for each in ((rows, D), (here, D), (here, moe.expert_dim)))
+            own, packed, inner = (quantized_bytes(*each) for each in ((rows, D), (here, D), (here, moe.expert_dim)))
             if self.offloaded:
                 products = max(own + packed, packed + products + inner)
             else:
@@ -205,8 +205,3 @@ class _Step:
         shared = rows * moe.shared_dim * self.item
         summed = after + max(shared + stream, 2 * stream + (stream if shared else 0))
         return pairs * 4 * 4 + max(products, summed)
-
-
-def _fp8_bytes(rows: int, width: int) -> int:
-    """Of rows in fp8 with their scales."""
-    return rows * (width + 4 * cdiv(width, GROUP))
