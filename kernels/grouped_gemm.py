@@ -37,6 +37,7 @@ from kernels.row_tiles import (
     most_row_tiles,
     multiply,
     ranges_of,
+    rows_out,
     slot_of_program,
     slot_range,
     slot_step,
@@ -183,7 +184,7 @@ def grouped_gemm_triton(
 ) -> Tensor:
     """`grouped_gemm` as one launch; `tile` is chosen by the rule of kernels/tiles.py unless given."""
     _check_operands(x_XD, w_SND, offsets_S1, row_index_R, num_rows)
-    y_RN = _result(out, x_XD, num_rows, w_SND.shape[1])
+    y_RN = rows_out(out, (num_rows, w_SND.shape[1]), x_XD.dtype, x_XD.device)
     _launch(x_XD, w_SND, offsets_S1, row_index_R, y_RN, tile, swiglu=False)
     return y_RN
 
@@ -201,7 +202,7 @@ def grouped_gemm_swiglu_triton(
     """`grouped_gemm_swiglu` as one launch."""
     _check_operands(x_XD, w_SND, offsets_S1, row_index_R, num_rows)
     assert w_SND.shape[1] % 2 == 0, f"w_SND has {w_SND.shape[1]} rows a slot; gate and up must be equally many"
-    h_RF = _result(out, x_XD, num_rows, w_SND.shape[1] // 2)
+    h_RF = rows_out(out, (num_rows, w_SND.shape[1] // 2), x_XD.dtype, x_XD.device)
     _launch(x_XD, w_SND, offsets_S1, row_index_R, h_RF, tile, swiglu=True)
     return h_RF
 
@@ -284,16 +285,6 @@ def _check_operands(x_XD: Tensor, w_SND: Tensor, offsets_S1: Tensor, row_index_R
     assert_same_device(x_XD, w_SND=w_SND, offsets_S1=offsets_S1, row_index_R=row_index_R)
 
 
-def _result(out: Tensor | None, x_XD: Tensor, num_rows: int, num_columns: int) -> Tensor:
-    if out is None:
-        return x_XD.new_empty(num_rows, num_columns)
-    assert_shape("out", out, (num_rows, num_columns))
-    assert_dtype("out", out, x_XD.dtype)
-    assert_last_contiguous("out", out)
-    assert_same_device(x_XD, out=out)
-    return out
-
-
 def _rows_of_slots(x_XD: Tensor, offsets_S1: Tensor, row_index_R: Tensor | None) -> Iterator[tuple[int, slice, Tensor]]:
     """Yields (slot, rows as a slice, x of these rows) for each slot that has rows. Reads the offsets: CPU only."""
     for slot, (start, end) in enumerate(ranges_of(offsets_S1)):
@@ -313,7 +304,7 @@ def grouped_gemm_reference(
 ) -> Tensor:
     """The definition, and the CPU's product path: slot by slot, in fixed blocks of rows."""
     _check_operands(x_XD, w_SND, offsets_S1, row_index_R, num_rows)
-    y_RN = _result(out, x_XD, num_rows, w_SND.shape[1])
+    y_RN = rows_out(out, (num_rows, w_SND.shape[1]), x_XD.dtype, x_XD.device)
     for slot, rows, x_MD in _rows_of_slots(x_XD, offsets_S1, row_index_R):
         y_RN[rows] = multiply_blocks(x_MD, w_SND[slot])
     return y_RN
@@ -330,7 +321,7 @@ def grouped_gemm_swiglu_reference(
 ) -> Tensor:
     """The definition, and the CPU's product path. Gate and up keep fp32 until the one cast."""
     _check_operands(x_XD, w_SND, offsets_S1, row_index_R, num_rows)
-    h_RF = _result(out, x_XD, num_rows, w_SND.shape[1] // 2)
+    h_RF = rows_out(out, (num_rows, w_SND.shape[1] // 2), x_XD.dtype, x_XD.device)
     for slot, rows, x_MD in _rows_of_slots(x_XD, offsets_S1, row_index_R):
         gate_up_MN = multiply_blocks(x_MD.float(), w_SND[slot].float())
         h_RF[rows] = swiglu_reference(gate_up_MN).to(h_RF.dtype)

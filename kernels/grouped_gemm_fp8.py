@@ -42,6 +42,7 @@ from kernels.row_tiles import (
     check_offsets,
     most_row_tiles,
     ranges_of,
+    rows_out,
     slot_of_program,
     slot_range,
     slot_step,
@@ -244,7 +245,7 @@ def grouped_gemm_fp8_triton(
     _check_operands(x, w, offsets_S1, row_index_R, num_rows)
     num_slots, parts, _, _ = w.scales.shape
     num_columns, width = w.values.shape[1] // parts, w.values.shape[2]
-    y_RN = _result(out, x, num_rows, num_columns, out_dtype)
+    y_RN = rows_out(out, (num_rows, num_columns), out_dtype, x.values.device)
     if y_RN.numel() == 0:
         return y_RN
     tile = tile or fp8_tile(x.values, w, num_rows)
@@ -311,16 +312,6 @@ def _check_operands(
     assert_same_device(x.values, row_index_R=row_index_R)
 
 
-def _result(out: Tensor | None, x: Quantized, num_rows: int, num_columns: int, dtype: torch.dtype) -> Tensor:
-    if out is None:
-        return torch.empty(num_rows, num_columns, dtype=dtype, device=x.values.device)
-    assert_shape("out", out, (num_rows, num_columns))
-    assert_dtype("out", out, dtype)
-    assert out.is_contiguous(), f"out has strides {out.stride()}"
-    assert_same_device(x.values, out=out)
-    return out
-
-
 def grouped_gemm_fp8_reference(
     x: Quantized,
     w: QuantizedBlocks,
@@ -335,7 +326,7 @@ def grouped_gemm_fp8_reference(
     _check_operands(x, w, offsets_S1, row_index_R, num_rows)
     parts = w.scales.shape[1]
     x_XD = dequantize_rows(x)
-    y_RN = _result(out, x, num_rows, w.values.shape[1] // parts, out_dtype)
+    y_RN = rows_out(out, (num_rows, w.values.shape[1] // parts), out_dtype, x.values.device)
     for slot, (start, end) in enumerate(ranges_of(offsets_S1)):
         if start == end:
             continue

@@ -16,7 +16,6 @@ Worked example: three tokens, K = 2, experts 0 and 1 live in slots 1 and 0, expe
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -47,7 +46,8 @@ def pack(expert_ids_TK: Tensor, slot_of_E: Tensor, num_slots: int) -> Packed:
     """
     if not uses_triton(expert_ids_TK):
         return pack_reference(expert_ids_TK, slot_of_E, num_slots)
-    return _form(expert_ids_TK.numel())(expert_ids_TK, slot_of_E, num_slots)
+    run = pack_slots_triton if expert_ids_TK.numel() <= _ONE_LAUNCH_ROWS else pack_counts_triton
+    return run(expert_ids_TK, slot_of_E, num_slots)
 
 
 _ONE_LAUNCH_ROWS = 4096
@@ -201,15 +201,6 @@ def _rank_kernel(
     packed += tl.sum(earlier.to(tl.int32), axis=1)
     tl.store(packed_row_ptr + row, tl.where(here, packed, -1), mask=row < num_rows)
     tl.store(row_token_ptr + packed, row // TOP_K, mask=here)
-
-
-def pack_triton(expert_ids_TK: Tensor, slot_of_E: Tensor, num_slots: int) -> Packed:
-    """`pack` in one launch for few rows, in four for many."""
-    return _form(expert_ids_TK.numel())(expert_ids_TK, slot_of_E, num_slots)
-
-
-def _form(num_rows: int) -> Callable[[Tensor, Tensor, int], Packed]:
-    return pack_slots_triton if num_rows <= _ONE_LAUNCH_ROWS else pack_counts_triton
 
 
 def _empty_packed(expert_ids_TK: Tensor, num_slots: int) -> Packed:

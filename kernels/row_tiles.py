@@ -56,6 +56,17 @@ def ranges_of(offsets_S1: Tensor) -> list[tuple[int, int]]:
     return [(ends[at], ends[at + 1]) for at in range(0, len(ends) - 1, slot_step(offsets_S1))]
 
 
+def rows_out(out: Tensor | None, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """`out`, checked to be so, or a new one: the rows that a product fills."""
+    if out is None:
+        return torch.empty(shape, dtype=dtype, device=device)
+    assert_shape("out", out, shape)
+    assert_dtype("out", out, dtype)
+    assert out.is_contiguous(), f"out has strides {out.stride()}"
+    assert out.device == device, f"out is on {out.device}, the operands on {device}"
+    return out
+
+
 @triton.jit
 def slot_range(offsets_ptr, slot, SLOT_STEP: tl.constexpr):
     """(first row, end of the rows) of a slot."""

@@ -158,8 +158,8 @@ def cache_room(config: Config, subject: Subject, machine: Machine, weights: Weig
         wanted = per_seq = config.cache.num_blocks * layout.bytes_per_block
     budget = int(machine.total * config.cache.memory_fraction)
     shared, resident = (
-        budget - _taken(config, subject, machine, weights.rest, offloaded=offloaded).taken
-        for offloaded in (True, False)
+        budget - _taken(config, subject, machine, weights.rest, _workspace(config, subject, machine, each)).taken
+        for each in (True, False)
     )
     return Room(shared, resident, wanted, per_seq)
 
@@ -180,8 +180,8 @@ def _forecast(
     config: Config, subject: Subject, machine: Machine, weights: WeightSizes, offload: OffloadPlan | None
 ) -> Forecast:
     on_gpu = weights.rest + (weights.experts if offload is None else offload.gpu_bytes)
-    memory = _taken(config, subject, machine, on_gpu, offloaded=offload is not None)
-    workspace = _workspace(config, subject, machine, offloaded=offload is not None)
+    workspace = _workspace(config, subject, machine, offload is not None)
+    memory = _taken(config, subject, machine, on_gpu, workspace)
     cache = config.cache
     plan, problem = None, None
     try:
@@ -198,31 +198,31 @@ def _forecast(
     return Forecast(weights, workspace, offload, plan, problem)
 
 
-def _taken(config: Config, subject: Subject, machine: Machine, weight_bytes: int, *, offloaded: bool) -> DeviceMemory:
+def _taken(config: Config, subject: Subject, machine: Machine, weight_bytes: int, workspace: Workspace) -> DeviceMemory:
     """All of a device that is no cache."""
     num_ranks, engine, model = machine.num_ranks, config.engine, subject.model
+    row_cap = _row_cap(config, subject, machine)
     if machine.total is None:
-        return DeviceMemory(machine.name, None, weight_bytes, 0, row_cap=_row_cap(config, subject, machine))
+        return DeviceMemory(machine.name, None, weight_bytes, 0, row_cap=row_cap)
     buffers = 0
     if num_ranks > 1:
         rows_dtype = FP8 if model.fp8_experts else subject.dtype
         records = RecordLayout(
             model.hidden_size, rows_dtype, model.moe.rule.top_k, weights=config.parallel.combine == "fast"
         )
-        row_cap = _row_cap(config, subject, machine)
         buffers = most_bytes(num_ranks, engine.max_batched_tokens, row_cap, records, subject.dtype)
     return DeviceMemory(
         name=machine.name,
         total=machine.total,
         weights=weight_bytes,
-        workspace=_workspace(config, subject, machine, offloaded=offloaded).num_bytes,
+        workspace=workspace.num_bytes,
         other=machine.other,
         buffers=buffers,
-        row_cap=_row_cap(config, subject, machine),
+        row_cap=row_cap,
     )
 
 
-def _workspace(config: Config, subject: Subject, machine: Machine, *, offloaded: bool) -> Workspace:
+def _workspace(config: Config, subject: Subject, machine: Machine, offloaded: bool) -> Workspace:
     graphs = config.engine.cuda_graphs and machine.total is not None and not offloaded
     return measure_by_shapes(
         subject.model,

@@ -14,7 +14,7 @@ from kernels.gate_few import (
     gate_and_pack_triton,
     serves,
 )
-from kernels.pack import pack_triton
+from kernels.pack import pack
 from kernels.routing import RoutingRule, tile_options
 from tests.aot import ARCHS, aot, compile_ahead
 from tests.compare import assert_same_bits
@@ -117,7 +117,7 @@ def test_bits_are_those_of_three_launches(num_experts, width, rule):
         )
         assert torch.equal(routing.expert_ids_TK, whole.expert_ids_TK[rows]), turn
         assert_same_bits(routing.weights_TK, whole.weights_TK[rows])
-        assert_packed(packed, pack_triton(routing.expert_ids_TK, slot_of_E, num_experts))
+        assert_packed(packed, pack(routing.expert_ids_TK, slot_of_E, num_experts))
     assert counter_1.tolist() == [0]
 
 
