@@ -25,7 +25,7 @@ from expert_parallel.rounds import RoundInput
 from kernels.combine import combine
 from kernels.pack import Packed, pack
 from kernels.quantize import FP8, quantize_rows, quantized_bytes
-from kernels.records import rows_in_order, write_records
+from kernels.records import RecordSource, rows_in_order, write_records
 from kernels.replica_choice import Targets
 from kernels.round_counts import round_counts
 
@@ -155,10 +155,10 @@ class AllToAllDispatcher(GroupDispatcher):
         x_TD, weights_TK = x_TD[: plan.num_taken], weights_TK[: plan.num_taken]
         rows_TD, scales_GT = quantize_rows(x_TD) if self.fp8_rows else (x_TD, None)
         token_X, targets = plan.firsts.row_token_R[:num_records], plan.targets
-        write_records(
-            layout.parts(records),
-            *(rows_TD, scales_GT, weights_TK, targets.ranks_TK, targets.slots_TK, token_X, plan.firsts.offsets_S1),
+        source = RecordSource(
+            rows_TD, scales_GT, weights_TK, targets.ranks_TK, targets.slots_TK, token_X, plan.firsts.offsets_S1
         )
+        write_records(layout.parts(records), source)
         return records
 
 

@@ -16,13 +16,14 @@ from torch import Tensor
 
 from expert_parallel.dispatcher import Dispatcher, residual_norm
 from expert_parallel.group import ExpertGroup
-from expert_parallel.record import RecordLayout, copy_rows
+from expert_parallel.record import RecordLayout
 from expert_parallel.replicas import ReplicaTable
 from expert_parallel.rounds import Combine, RoundInput, Traffic, check_row_cap
 from kernels.combine import combine, combine_norm
 from kernels.pack import Packed
 from kernels.pack_fp8 import pack_rows
 from kernels.quantize import FP8, Quantized, quantize_rows, quantized_bytes
+from kernels.records import fill_rows
 from kernels.rmsnorm import Norm
 
 
@@ -117,14 +118,14 @@ class GroupDispatcher(Dispatcher):
         """Of a record of rows that the model has in `dtype`."""
         return RecordLayout(width, FP8 if self.fp8_rows else dtype, self.top_k, weights=self.combine_mode == "fast")
 
-    def _write_rows(self, layout: RecordLayout, records: Tensor, x_TD: Tensor, token_X: Tensor | None = None) -> None:
-        """Row token_X[x] of x into record x, or row x without an index; a row is quantised once, wherever it goes."""
+    def _write_rows(self, layout: RecordLayout, records: Tensor, x_TD: Tensor) -> None:
+        """Row i of x into record i; a row is quantised once, wherever it goes."""
         if not self.fp8_rows:
-            copy_rows(layout.rows_XD(records), x_TD, token_X)
+            fill_rows(layout.rows_XD(records), x_TD)
             return
         x = quantize_rows(x_TD)
-        copy_rows(layout.rows_XD(records), x.values, token_X)
-        copy_rows(layout.scales_XG(records), x.scales.T, token_X)
+        fill_rows(layout.rows_XD(records), x.values)
+        fill_rows(layout.scales_XG(records), x.scales.T)
 
     def _rows_of_experts(self, layout: RecordLayout, records: Tensor, packed: Packed, num_rows: int) -> RowsOfExperts:
         """Of the records that arrived; `packed` groups their pairs by slot. Rows in fp8 are copied out of the records,

@@ -83,15 +83,3 @@ class RecordLayout:
 
     def _words(self, records: Tensor, start: int, count: int, dtype: torch.dtype) -> Tensor:
         return records[:, start : start + 4 * count].view(dtype)
-
-
-def copy_rows(part_XD: Tensor, x_TD: Tensor, token_X: Tensor | None = None) -> None:
-    """Row token_X[x] of x into row x of a part of records, or row x without an index. No bit changes."""
-    if x_TD.dtype == FP8:
-        # Not every torch indexes fp8; as the widest integer that divides a row it is also the faster copy.
-        whole = torch.int64 if x_TD.shape[1] % 8 == 0 else torch.uint8
-        part_XD, x_TD = part_XD.view(whole), x_TD.view(whole)
-    if token_X is None:
-        part_XD.copy_(x_TD)
-    else:
-        torch.index_select(x_TD, 0, token_X, out=part_XD)

@@ -32,21 +32,24 @@ class RecordParts(NamedTuple):
     scales_XG: Tensor | None  # fp32
 
 
-def write_records(
-    parts: RecordParts,
-    x_TD: Tensor,
-    scales_GT: Tensor | None,
-    weights_TK: Tensor,
-    ranks_TK: Tensor,
-    slots_TK: Tensor,
-    token_X: Tensor,
-    offsets_N1: Tensor,
-) -> None:
+class RecordSource(NamedTuple):
+    """What records are made of: rows of tokens with their choices, and which token each record takes, rank by rank."""
+
+    x_TD: Tensor
+    scales_GT: Tensor | None  # fp32, of rows in fp8
+    weights_TK: Tensor  # fp32
+    ranks_TK: Tensor  # int32, as are the following
+    slots_TK: Tensor
+    token_X: Tensor
+    offsets_N1: Tensor
+
+
+def write_records(parts: RecordParts, source: RecordSource) -> None:
     """Record i holds row token_X[i] of x, and for the rank n with offsets[n] <= i < offsets[n + 1] the slots of those
     choices of the token that go to n, -1 for the others; weights and scales of the row, where the parts have room.
     `write_records_reference` is the definition."""
-    run = write_records_triton if uses_triton(x_TD) else write_records_reference
-    run(parts, x_TD, scales_GT, weights_TK, ranks_TK, slots_TK, token_X, offsets_N1)
+    run = write_records_triton if uses_triton(source.x_TD) else write_records_reference
+    run(parts, source)
 
 
 # rows[i] = x[token[i]]; slots[i, k] = slots[token[i], k] if ranks[token[i], k] is i's rank, else -1; weights and scales
@@ -109,18 +112,10 @@ def _write_kernel(
         tl.store(rows_ptr + row + d, x, mask=d < num_columns)
 
 
-def write_records_triton(
-    parts: RecordParts,
-    x_TD: Tensor,
-    scales_GT: Tensor | None,
-    weights_TK: Tensor,
-    ranks_TK: Tensor,
-    slots_TK: Tensor,
-    token_X: Tensor,
-    offsets_N1: Tensor,
-) -> None:
+def write_records_triton(parts: RecordParts, source: RecordSource) -> None:
     """`write_records` as one launch."""
-    _check_records(parts, x_TD, scales_GT, weights_TK, ranks_TK, slots_TK, token_X, offsets_N1)
+    _check_records(parts, source)
+    x_TD, scales_GT, weights_TK, ranks_TK, slots_TK, token_X, offsets_N1 = source
     num_records, num_columns = parts.rows_XD.shape
     if num_records == 0:
         return
@@ -158,16 +153,8 @@ def write_records_triton(
     )
 
 
-def _check_records(
-    parts: RecordParts,
-    x_TD: Tensor,
-    scales_GT: Tensor | None,
-    weights_TK: Tensor,
-    ranks_TK: Tensor,
-    slots_TK: Tensor,
-    token_X: Tensor,
-    offsets_N1: Tensor,
-) -> None:
+def _check_records(parts: RecordParts, source: RecordSource) -> None:
+    x_TD, scales_GT, weights_TK, ranks_TK, slots_TK, token_X, offsets_N1 = source
     num_records, num_columns = parts.rows_XD.shape
     assert_shape("x_TD", x_TD, (None, num_columns))
     assert_dtype("x_TD", x_TD, parts.rows_XD.dtype)
@@ -184,24 +171,11 @@ def _check_records(
     assert_dtype("weights_TK", weights_TK, torch.float32)
 
 
-def write_records_reference(
-    parts: RecordParts,
-    x_TD: Tensor,
-    scales_GT: Tensor | None,
-    weights_TK: Tensor,
-    ranks_TK: Tensor,
-    slots_TK: Tensor,
-    token_X: Tensor,
-    offsets_N1: Tensor,
-) -> None:
+def write_records_reference(parts: RecordParts, source: RecordSource) -> None:
     """The definition, in plain torch."""
-    _check_records(parts, x_TD, scales_GT, weights_TK, ranks_TK, slots_TK, token_X, offsets_N1)
-    rows_XD = parts.rows_XD
-    if x_TD.dtype == FP8:
-        # Not every torch indexes fp8; as the widest integer that divides a row it is also the faster copy.
-        whole = torch.int64 if x_TD.shape[1] % 8 == 0 else torch.uint8
-        x_TD, rows_XD = x_TD.view(whole), rows_XD.view(whole)
-    torch.index_select(x_TD, 0, token_X, out=rows_XD)
+    _check_records(parts, source)
+    x_TD, scales_GT, weights_TK, ranks_TK, slots_TK, token_X, offsets_N1 = source
+    fill_rows(parts.rows_XD, x_TD, token_X)
     record_X = torch.arange(len(token_X), dtype=torch.int32, device=x_TD.device)
     rank_X = torch.searchsorted(offsets_N1[1:].contiguous(), record_X, right=True)
     here_XK = ranks_TK[token_X] == rank_X[:, None]
@@ -210,6 +184,18 @@ def write_records_reference(
         torch.index_select(weights_TK, 0, token_X, out=parts.weights_XK)
     if parts.scales_XG is not None and scales_GT is not None:
         torch.index_select(scales_GT.T, 0, token_X, out=parts.scales_XG)
+
+
+def fill_rows(part_XD: Tensor, x_TD: Tensor, token_X: Tensor | None = None) -> None:
+    """Row token_X[i] of x into row i of a part of records, or row i without an index. No bit changes."""
+    if x_TD.dtype == FP8:
+        # Not every torch indexes fp8; as the widest integer that divides a row it is also the faster copy.
+        whole = torch.int64 if x_TD.shape[1] % 8 == 0 else torch.uint8
+        part_XD, x_TD = part_XD.view(whole), x_TD.view(whole)
+    if token_X is None:
+        part_XD.copy_(x_TD)
+    else:
+        torch.index_select(x_TD, 0, token_X, out=part_XD)
 
 
 def rows_in_order(y_RD: Tensor, packed_row_XK: Tensor, num_rows: int) -> Tensor:

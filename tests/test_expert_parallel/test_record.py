@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from expert_parallel.record import RecordLayout, copy_rows
+from expert_parallel.record import RecordLayout
 from kernels.quantize import FP8
+from kernels.records import fill_rows
 
 
 def test_bytes_by_hand() -> None:
@@ -26,8 +27,8 @@ def test_bytes_by_hand_in_fp8() -> None:
     layout = RecordLayout(width=130, dtype=FP8, top_k=1, weights=True)
     assert layout.num_bytes == 192 and layout.num_scales == 2
     records = torch.full((2, 192), 255, dtype=torch.uint8)
-    copy_rows(layout.rows_XD(records), torch.ones(2, 130).to(FP8))
-    copy_rows(layout.scales_XG(records), torch.tensor([[1.0, 2.0], [0.5, 4.0]]))
+    fill_rows(layout.rows_XD(records), torch.ones(2, 130).to(FP8))
+    fill_rows(layout.scales_XG(records), torch.tensor([[1.0, 2.0], [0.5, 4.0]]))
     layout.slots_XK(records).fill_(3)
     layout.weights_XK(records).fill_(2.0)
     one, scales, slot, weight = [0x38] * 130, [0, 0, 0, 0x3F, 0, 0, 0x80, 0x40], [3, 0, 0, 0], [0, 0, 0, 0x40]
@@ -43,10 +44,10 @@ def test_copies_keep_every_bit(dtype: torch.dtype, width: int, tokens: list[int]
     x_TD = torch.randint(0, 256, (5, width * dtype.itemsize), dtype=torch.uint8).view(dtype)
     token_X = torch.tensor(tokens, dtype=torch.int32)
     records = layout.empty(len(tokens), torch.device("cpu"))
-    copy_rows(layout.rows_XD(records), x_TD, token_X)
+    fill_rows(layout.rows_XD(records), x_TD, token_X)
     assert torch.equal(records[:, : layout.row_bytes], x_TD.view(torch.uint8)[token_X.long()])
     records = layout.empty(5, torch.device("cpu"))
-    copy_rows(layout.rows_XD(records), x_TD)
+    fill_rows(layout.rows_XD(records), x_TD)
     assert torch.equal(records[:, : layout.row_bytes], x_TD.view(torch.uint8))
 
 

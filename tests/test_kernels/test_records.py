@@ -11,6 +11,7 @@ from kernels.pack import pack_reference
 from kernels.quantize import FP8, quantize_rows_reference
 from kernels.records import (
     RecordParts,
+    RecordSource,
     _order_kernel,
     _write_kernel,
     rows_in_order,
@@ -35,7 +36,7 @@ def test_hand_worked() -> None:
     parts = RecordParts(torch.zeros(3, 1), torch.zeros(3, 2).int(), torch.zeros(3, 2), None)
     x_TD, weights_TK = torch.tensor([[10.0], [20.0]]), torch.tensor([[0.1, 0.2], [0.3, 0.4]])
     token_X, offsets_N1 = torch.tensor([0, 0, 1]).int(), torch.tensor([0, 1, 3]).int()
-    write_records(parts, x_TD, None, weights_TK, ranks_TK, slots_TK, token_X, offsets_N1)
+    write_records(parts, RecordSource(x_TD, None, weights_TK, ranks_TK, slots_TK, token_X, offsets_N1))
     assert parts.rows_XD.tolist() == [[10.0], [10.0], [20.0]]
     assert parts.slots_XK.tolist() == [[5, -1], [-1, 6], [7, 8]]
     assert parts.weights_XK is not None
@@ -70,11 +71,12 @@ def test_records(num_tokens: int, num_ranks: int, width: int, dtype: torch.dtype
         x_TD, scales_GT = quantize_rows_reference(x_TD.bfloat16().contiguous())
     weights_TK = torch.rand(num_tokens, 3, generator=generator)
     layout = RecordLayout(width, dtype, 3, weights=dtype == torch.float32)
-    given = (x_TD, scales_GT, weights_TK, ranks_TK, slots_TK, token_X, offsets_N1)
+    given = RecordSource(x_TD, scales_GT, weights_TK, ranks_TK, slots_TK, token_X, offsets_N1)
     wanted, found = (torch.full((len(token_X), layout.num_bytes), 255, dtype=torch.uint8) for _ in range(2))
     found = found.to(device)
-    write_records_reference(layout.parts(wanted), *given)
-    write_records_triton(layout.parts(found), *(None if each is None else each.to(device) for each in given))  # pyright: ignore
+    write_records_reference(layout.parts(wanted), given)
+    there = RecordSource(*(None if each is None else each.to(device) for each in given))  # pyright: ignore
+    write_records_triton(layout.parts(found), there)
     assert torch.equal(found.cpu(), wanted)
 
 
