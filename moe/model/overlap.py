@@ -11,7 +11,7 @@ half a layer ahead, so that the network's stages of one lie beside the other's a
 
 All ranks launch in this order: a rank decides from what all of them know (the most rows of any rank), and one without
 rows runs the same stages with none. Attentions follow each other also on the device: the second half may hold the later
-part of a prompt whose earlier part is in the first, and MLA's halves expand into the same workspace.
+part of a prompt whose earlier part is in the first.
 """
 
 from __future__ import annotations
