@@ -51,7 +51,7 @@ def combine_norm(
     return run(y_RD, packed_row_TK, weights_TK, residual_TD, norm_D, eps, shared_TD)
 
 
-_UNROLLED = tl.constexpr(16)
+UNROLLED = tl.constexpr(16)
 """Up to so many experts a token, all its rows are asked for before the first arrives; beyond, one after another."""
 
 # out_TD[t] = sum over k of weights_TK[t,k] * y_RD[packed_row_TK[t,k]]   (fp32, k ascending; row -1 adds nothing)
@@ -72,7 +72,7 @@ def _add_expert(total, y_ptr, row_ptr, weights_ptr, choice, in_batch, d, num_col
 @triton.jit
 def add_experts(total, y_ptr, row_ptr, weights_ptr, token, in_batch, d, num_columns, stride_y, TOP_K: tl.constexpr):
     """total + the weighted columns d of all rows of a token, k ascending."""
-    if TOP_K <= _UNROLLED:
+    if TOP_K <= UNROLLED:
         for k in tl.static_range(TOP_K):  # pyright: ignore
             choice = token * TOP_K + k
             total = _add_expert(total, y_ptr, row_ptr, weights_ptr, choice, in_batch, d, num_columns, stride_y)
@@ -81,6 +81,16 @@ def add_experts(total, y_ptr, row_ptr, weights_ptr, token, in_batch, d, num_colu
             choice = token * TOP_K + k
             total = _add_expert(total, y_ptr, row_ptr, weights_ptr, choice, in_batch, d, num_columns, stride_y)
     return total
+
+
+@triton.jit
+def add_rows(total, shared_ptr, shared_place, residual, used):
+    """The new residual: the sum of a token's experts, plus its shared rows if any, plus its residual; each is cast."""
+    x = total.to(residual.dtype)
+    if shared_ptr is not None:
+        shared = tl.load(shared_ptr + shared_place, mask=used, other=0.0)
+        x = (x.to(tl.float32) + shared.to(tl.float32)).to(x.dtype)
+    return (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
 
 
 @triton.jit
@@ -139,11 +149,7 @@ def _combine_norm_kernel(
     norm = tl.load(norm_ptr + d, mask=d < num_columns, other=0.0)
     total = tl.zeros((BLOCK_R, BLOCK_D), tl.float32)
     total = add_experts(total, y_ptr, row_ptr, weights_ptr, token, in_batch, d, num_columns, stride_y, TOP_K)
-    x = total.to(residual.dtype)
-    if shared_ptr is not None:
-        shared = tl.load(shared_ptr + token * stride_shared + d, mask=used, other=0.0)
-        x = (x.to(tl.float32) + shared.to(tl.float32)).to(x.dtype)
-    x = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
+    x = add_rows(total, shared_ptr, token * stride_shared + d, residual, used)
     place = token * num_columns + d
     tl.store(sum_ptr + place, x, mask=used)
     tl.store(out_ptr + place, rms_apply(x, rms_scale(x, num_columns, eps), norm), mask=used)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kernels.combine import add_experts
+from kernels.combine import UNROLLED, add_experts, add_rows
 from kernels.rmsnorm import rms_apply, rms_scale
 
 
@@ -115,7 +115,8 @@ def sum_tile(
     BLOCK_D: tl.constexpr,
     ROW_D: tl.constexpr,
 ):
-    """Own tokens, all of whose results are here."""
+    """Own tokens, all of whose results are here. Up to UNROLLED choices of a token are asked for at once."""
+    AT_ONCE: tl.constexpr = TOP_K if TOP_K <= UNROLLED else UNROLLED
     dtype = y_ptr.dtype.element_ty
     token = (tile * BLOCK_R + tl.arange(0, BLOCK_R).to(tl.int64))[:, None]
     in_batch = token < num_tokens
@@ -128,35 +129,32 @@ def sum_tile(
             local = add_experts(local, y_ptr, row_ptr, weights_ptr, record, in_batch, d, num_columns, stride_y, TOP_K)
             local = local.to(dtype).to(tl.float32)
         total = tl.zeros((BLOCK_R, BLOCK_D), tl.float32)
-        for k in tl.static_range(TOP_K):  # pyright: ignore
-            total = _add_choice(
-                total,
-                local,
-                home_ptr,
-                y_ptr,
-                row_ptr,
-                home_row_ptr,
-                home_weights_ptr,
-                token * TOP_K + k,
-                first,
-                num_tokens,
-                in_batch,
-                d,
-                num_columns,
-                stride_y,
-                TOP_K,
-                SUMS,
-            )
-        x = total.to(dtype)
+        for first_k in range(0, TOP_K, AT_ONCE):
+            for j in tl.static_range(AT_ONCE):  # pyright: ignore
+                total = _add_choice(
+                    total,
+                    local,
+                    home_ptr,
+                    y_ptr,
+                    row_ptr,
+                    home_row_ptr,
+                    home_weights_ptr,
+                    token * TOP_K + first_k + j,
+                    first,
+                    num_tokens,
+                    in_batch & (first_k + j < TOP_K),
+                    d,
+                    num_columns,
+                    stride_y,
+                    TOP_K,
+                    SUMS,
+                )
         place = token * num_columns + d
         if norm_ptr is None:
-            tl.store(out_ptr + place, x, mask=used)
+            tl.store(out_ptr + place, total.to(dtype), mask=used)
         else:
-            if shared_ptr is not None:
-                shared = tl.load(shared_ptr + token * stride_shared + d, mask=used, other=0.0)
-                x = (x.to(tl.float32) + shared.to(tl.float32)).to(dtype)
             residual = tl.load(residual_ptr + token * stride_residual + d, mask=used, other=0.0)
-            x = (x.to(tl.float32) + residual.to(tl.float32)).to(dtype)
+            x = add_rows(total, shared_ptr, token * stride_shared + d, residual, used)
             tl.store(sum_ptr + place, x, mask=used)
     if norm_ptr is not None:
         # Whole rows again, in the tile of rmsnorm.py: what this program has just written.
