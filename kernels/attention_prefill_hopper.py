@@ -66,8 +66,10 @@ def _has_rows(cache_NPGC: Tensor) -> bool:
 #   k_ratio, v_ratio rows from block to block; rest_desc, rest_ratio: likewise the last REST * 64 columns of keys, the
 #   same for every head, if REST > 0; int32: tables_ptr [B, M], query_starts_ptr [B + 1], query_offsets_ptr,
 #   kv_lens_ptr, kv_starts_ptr (or None; multiples of the box) [B]; out_ptr [T, H, V], lse_ptr fp32 [T, H] contiguous
-#   grid: one program a multiprocessor at most; program i takes the pieces i, i + grid, ... of tiles x (H / PACK) x B, a
-#   piece being 128 / PACK queries of PACK heads that share a kv head, those that see the most keys first.
+#   grid: one program a multiprocessor at most; the programs take turns at the pieces of tiles x (H / PACK) x B, every
+#   other turn in reverse. A piece is 128 / PACK queries of PACK heads that share a kv head, the ones that see the most
+#   keys first. On 132 multiprocessors the busiest program has 6 % more tiles than the mean of 2 x 4096 tokens' pieces
+#   (32 heads on 4) if all turns go one way, 1 % so; with 16 heads of their own 12 and 3 %.
 #   fp32 accumulation. A tile that a row does not see leaves it exactly as it was. Of keys that no row sees, whole pages
 #   are not read (a neighbour stands in), and values are zeroed in shared memory. Rows past the chunk are not written.
 

@@ -29,8 +29,15 @@ def prefill_piece(
     BLOCK_N: gl.constexpr,
 ):
     """(sequence, first head, first row of the chunk, its length, first query of the piece in the chunk, its position,
-    and of keys: position of the first in the table, first seen, end in the table, first tile, end of the tiles)"""
+    and of keys: position of the first in the table, first seen, end in the table, first tile, end of the tiles)
+
+    The fewer keys a piece sees, the later it comes. Programs take turns, each turn the other way round: were it always
+    the same way, the first program would have the longer piece each time, and the others would wait for it.
+    """
     QUERIES: gl.constexpr = 128 // PACK
+    turn = index // gl.num_programs(0)
+    backwards = (turn % 2 == 1) & ((turn + 1) * gl.num_programs(0) <= num_pieces)
+    index = gl.where(backwards, (2 * turn + 1) * gl.num_programs(0) - 1 - index, index)
     sequence = index % num_sequences
     head0 = index // num_sequences % head_tiles * PACK
     in_chunk = (num_pieces - 1 - index) // (num_sequences * head_tiles) * QUERIES
