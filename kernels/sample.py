@@ -66,19 +66,33 @@ def _philox(c0, c1, c2, c3, k0, k1):
 
 
 @triton.jit
-def _perturbed(x, word, temperature):
-    """x / temperature + g(word)."""
-    u = tl.minimum((word.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 0.999999940395355224609375)
-    e = tl.where(u < 1e-3, u * (1.0 + u * (0.5 + u * 0.3333333333333333)), -tl.log(1.0 - u))
-    return tl.div_rn(x, temperature) - tl.log(e)
+def _log(x, FAST: tl.constexpr):
+    """ln x of normal numbers. FAST: by the GPU's own instruction, good to 3e-7 of the larger of 1 and the result."""
+    if FAST:
+        log2 = tl.inline_asm_elementwise(
+            "lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+        return log2 * 0.693147180559945309
+    else:
+        return tl.log(x)
 
 
 @triton.jit
-def _better(x, score, ids, best_score, best_id, bad):
+def _perturbed(x, word, temperature, reciprocal, FAST: tl.constexpr):
+    """x / temperature + g(word); the quotient by one step of Newton's method from a product with the reciprocal."""
+    u = tl.minimum((word.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 0.999999940395355224609375)
+    series = u * (1.0 + u * (0.5 + u * (0.3333333333333333 + u * (0.25 + u * (0.2 + u * 0.16666666666666666)))))
+    e = tl.where(u < 0.0625, series, -_log(1.0 - u, FAST))
+    quotient = x * reciprocal
+    refined = tl.fma(tl.fma(-quotient, temperature, x), reciprocal, quotient)
+    return tl.where(tl.abs(quotient) < 1e37, refined, quotient) - _log(e, FAST)
+
+
+@triton.jit
+def _better(x, score, ids, best_score, best_id, good):
     """Later ids win only if strictly larger, so a lane keeps its lowest id."""
-    bad |= ((x != x) | (x == float("inf"))).to(tl.int32)
     wins = score > best_score
-    return tl.where(wins, score, best_score), tl.where(wins, ids, best_id), bad
+    return tl.where(wins, score, best_score), tl.where(wins, ids, best_id), good & (x < float("inf"))
 
 
 # logits_ptr fp32 [B, V], stride_b between rows; temperature_ptr fp32 [B]; seed_ptr, position_ptr int64 [B];
@@ -97,12 +111,14 @@ def _sample_kernel(
     stride_b,
     LANES: tl.constexpr,
     PART_TILES: tl.constexpr,
+    FAST: tl.constexpr,
     PDL: tl.constexpr,
 ):
     wait_for_inputs(PDL)
     part, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     logits_ptr += row * stride_b
     temperature = tl.load(temperature_ptr + row)
+    reciprocal = tl.minimum(tl.div_rn(1.0, temperature), 3e38)
     seed = tl.load(seed_ptr + row)
     position = tl.load(position_ptr + row)
     lane = tl.arange(0, LANES)
@@ -113,7 +129,7 @@ def _sample_kernel(
     counter2 = zero + ((position >> 32) & 0xFFFFFFFF).to(tl.uint32)
     best_score = tl.full([LANES], float("-inf"), tl.float32)
     best_id = tl.zeros([LANES], tl.int32)
-    bad = tl.zeros([LANES], tl.int32)
+    good = lane >= 0
     first = part * PART_TILES * 4 * LANES
     for start in range(first, tl.minimum(first + PART_TILES * 4 * LANES, vocab_size), 4 * LANES):
         ids0 = start + lane
@@ -125,17 +141,19 @@ def _sample_kernel(
         score0, score1, score2, score3 = x0, x1, x2, x3
         if temperature > 0.0:
             w0, w1, w2, w3 = _philox((start // 4 + lane).to(tl.uint32), counter1, counter2, zero, key0, key1)
-            score0, score1 = _perturbed(x0, w0, temperature), _perturbed(x1, w1, temperature)
-            score2, score3 = _perturbed(x2, w2, temperature), _perturbed(x3, w3, temperature)
-        best_score, best_id, bad = _better(x0, score0, ids0, best_score, best_id, bad)
-        best_score, best_id, bad = _better(x1, score1, ids1, best_score, best_id, bad)
-        best_score, best_id, bad = _better(x2, score2, ids2, best_score, best_id, bad)
-        best_score, best_id, bad = _better(x3, score3, ids3, best_score, best_id, bad)
+            score0 = _perturbed(x0, w0, temperature, reciprocal, FAST)
+            score1 = _perturbed(x1, w1, temperature, reciprocal, FAST)
+            score2 = _perturbed(x2, w2, temperature, reciprocal, FAST)
+            score3 = _perturbed(x3, w3, temperature, reciprocal, FAST)
+        best_score, best_id, good = _better(x0, score0, ids0, best_score, best_id, good)
+        best_score, best_id, good = _better(x1, score1, ids1, best_score, best_id, good)
+        best_score, best_id, good = _better(x2, score2, ids2, best_score, best_id, good)
+        best_score, best_id, good = _better(x3, score3, ids3, best_score, best_id, good)
     best = tl.max(best_score, axis=0)
     winner = tl.min(tl.where(best_score == best, best_id, 2147483647), axis=0)
     at = row * tl.num_programs(0) + part
     tl.store(score_ptr + at, best)
-    tl.store(id_ptr + at, tl.where(tl.max(bad, axis=0) > 0, -1, winner))
+    tl.store(id_ptr + at, tl.where(tl.min(good.to(tl.int32), axis=0) > 0, winner, -1))
 
 
 # ids_ptr int64 [B]. Grid (B,): program b takes the best of row b's parts, of which PARTS (a power of two) hold all.
@@ -172,6 +190,7 @@ def sample_argmax_triton(logits_BV: Tensor, temperature_B: Tensor, seed_B: Tenso
             logits_BV.stride(0),
             LANES=LANES,
             PART_TILES=PART_TILES,
+            FAST=logits_BV.is_cuda,
             num_warps=4,
             **dependent_launch(logits_BV),
         )

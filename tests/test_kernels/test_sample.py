@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from typing import Any
 
 import pytest
 import torch
@@ -91,6 +92,44 @@ def test_the_kernels_philox_has_the_references_bits(backend) -> None:
     want_4N = torch.stack(philox_reference(Words(*counter_4N), *key_2N))
     assert torch.equal(got_4N.cpu(), want_4N)
     assert tuple(got_4N[:, 2].tolist()) == KNOWN[2][2]
+
+
+@triton.jit
+def _perturbed_kernel(
+    x_ptr, word_ptr, out_ptr, temperature, N: tl.constexpr, FAST: tl.constexpr, perturb: tl.constexpr
+):
+    at = tl.arange(0, N)
+    word = tl.load(word_ptr + at).to(tl.uint32)
+    tl.store(out_ptr + at, perturb(tl.load(x_ptr + at), word, temperature, tl.div_rn(1.0, temperature), FAST))
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7, 1000.0])
+def test_noise_and_quotient_are_exact_to_a_few_bits(backend, temperature: float) -> None:
+    """Over all magnitudes of u, its smallest and largest, and both sides of where the series ends."""
+    generator = torch.Generator().manual_seed(2)
+    exponents = torch.rand(4096, generator=generator, dtype=torch.float64) * 32
+    word_N = (2.0**exponents).long().clamp(0, 2**32 - 1)
+    word_N[:4] = torch.tensor([0, 2**32 - 1, 2**28 - 1, 2**28])
+    x_N = torch.randn(4096, generator=generator) * 20
+    x_N[4:6] = torch.tensor([-INF, 0.0])
+    out_N = torch.empty(4096, device=backend.device)
+    operands = (x_N.to(backend.device), word_N.to(backend.device), out_N)
+    options: dict[str, Any] = {"N": 4096, "FAST": backend.device == "cuda", "perturb": sample._perturbed}
+    _perturbed_kernel[(1,)](*operands, temperature, **options)
+    u_N = ((word_N.float() + 0.5) * 2.0**-32).clamp_max(sample.LARGEST_BELOW_ONE).double()
+    quotient_N = (x_N / torch.tensor(temperature)).double()
+    wanted_N = quotient_N - (-torch.log1p(-u_N)).log()
+    assert out_N[4] == -INF
+    finite = x_N.isfinite()
+    assert float((out_N.cpu().double() - wanted_N)[finite].abs().max()) < 1.5e-5
+    if temperature == 1.0:
+        return
+    # Where the noise is smallest against it, the quotient's own bits show.
+    alone_N = torch.full((4096,), 2**32 - 2**30, dtype=torch.int64).to(backend.device)  # -log(-log(1/4)), about -0.3
+    big_N = (x_N * 1e6).to(backend.device)
+    _perturbed_kernel[(1,)](big_N, alone_N, out_N, temperature, **options)
+    wanted_N = (big_N.cpu().double() / temperature) - math.log(-math.log(0.25))
+    assert float(((out_N.cpu().double() - wanted_N)[finite] / wanted_N[finite]).abs().max()) < 3e-7
 
 
 @pytest.mark.parametrize("vocab_size", VOCAB)
@@ -222,6 +261,7 @@ def test_compiles(arch: int) -> None:
         "stride_b": "i64",
         "LANES": sample.LANES,
         "PART_TILES": sample.PART_TILES,
+        "FAST": True,
     }
     assert compile_ahead(sample._sample_kernel, arch, args | parts)
     args = {"ids_ptr": "*i64", "num_parts": "i32", "PARTS": 32}
