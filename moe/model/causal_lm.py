@@ -106,7 +106,7 @@ class CausalLM:
         for block in self.blocks:
             if isinstance(block.attention, MLAttention):
                 block.attention.finalize()
-        self.products = self.parameters.choose_products()
+        self.products = self.parameters.choose_products() | {"head": self.head.choose_product()}
         if self.offload is not None:
             self.offload.fill()
 

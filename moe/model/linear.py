@@ -93,17 +93,30 @@ class Parameters:
         return {f"[{n}, {k}]{' + bias' if bias else ''}": words for (n, k, bias), (words, _) in chosen.items()}
 
 
-def rows_that_differ(weight_NK: Tensor, bias_N: Tensor | None, unsplit: Product = linear_triton) -> list[int]:
-    """The numbers of rows in TRIED_ROWS for which the library's bits are not those of the unsplit product."""
+def library_product(x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:
+    """The vendor library's, in the dtype of the operands."""
+    return F.linear(x_MK, weight_NK, bias_N)
+
+
+def rows_that_differ(
+    weight_NK: Tensor,
+    bias_N: Tensor | None,
+    unsplit: Product = linear_triton,
+    library: Product = library_product,
+    tried: Sequence[int] = TRIED_ROWS,
+) -> list[int]:
+    """The numbers of rows in `tried` for which the library's bits are not those of the unsplit product."""
     generator = torch.Generator(device=weight_NK.device).manual_seed(0)
-    x_MK = torch.randn(max(TRIED_ROWS), weight_NK.shape[1], generator=generator, device=weight_NK.device)
+    x_MK = torch.randn(max(tried), weight_NK.shape[1], generator=generator, device=weight_NK.device)
     x_MK = x_MK.to(weight_NK.dtype)
     whole_MN = unsplit(x_MK, weight_NK, bias_N)
-    differs = torch.stack([(F.linear(x_MK[:rows], weight_NK, bias_N) != whole_MN[:rows]).any() for rows in TRIED_ROWS])
-    return [rows for rows, one in zip(TRIED_ROWS, differs.tolist()) if one]
+    differs = torch.stack([(library(x_MK[:rows], weight_NK, bias_N) != whole_MN[:rows]).any() for rows in tried])
+    return [rows for rows, one in zip(tried, differs.tolist()) if one]
 
 
-def product_of_rows(differing: Sequence[int], unsplit: Product) -> tuple[str, Product]:
+def product_of_rows(
+    differing: Sequence[int], unsplit: Product, library: Product = library_product
+) -> tuple[str, Product]:
     """What serves a shape whose library product differs from the unsplit one at these numbers of rows, in words too.
 
     The library takes over above the last number of rows where it differs, if that is not so large that hardly a step
@@ -114,6 +127,6 @@ def product_of_rows(differing: Sequence[int], unsplit: Product) -> tuple[str, Pr
         return "unsplit", unsplit
 
     def product(x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:
-        return (unsplit if x_MK.shape[0] <= most else F.linear)(x_MK, weight_NK, bias_N)
+        return (unsplit if x_MK.shape[0] <= most else library)(x_MK, weight_NK, bias_N)
 
     return f"unsplit to {most} rows, library above", product
