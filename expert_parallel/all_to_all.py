@@ -24,7 +24,7 @@ from expert_parallel.record import RecordLayout
 from expert_parallel.rounds import RoundInput
 from kernels.combine import combine
 from kernels.pack import Packed, pack
-from kernels.quantize import FP8, quantize_rows, quantized_bytes
+from kernels.quantize import quantize_rows
 from kernels.records import RecordSource, rows_in_order, write_records
 from kernels.replica_choice import Targets
 from kernels.round_counts import round_counts
@@ -53,7 +53,11 @@ class AllToAllDispatcher(GroupDispatcher):
 
     def buffer_bytes(self, num_tokens: int, width: int, dtype: torch.dtype) -> int:
         """The most that the buffers of a round can hold, where each rank brings up to `num_tokens` rows."""
-        return most_bytes(self.group.size, num_tokens, self.row_cap, self._layout(width, dtype), dtype)
+        rows = self.group.size * num_tokens * self.top_k
+        rows = rows if self.row_cap is None else min(rows, self.row_cap)
+        # Records sent and received, rows returned and at home.
+        travel = rows * 2 * (self._layout(width, dtype).num_bytes + width * dtype.itemsize)
+        return travel + self._fp8_bytes(min(num_tokens, rows) + rows, width)
 
     def dispatch(self, x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor) -> RoundInput:
         self._check_top_k(expert_ids_TK)
@@ -183,13 +187,3 @@ class _RoundPlan(NamedTuple):
     records_in: list[int]
     pairs_out: list[int]
     pairs_in: list[int]
-
-
-def most_bytes(num_ranks: int, num_tokens: int, row_cap: int | None, layout: RecordLayout, dtype: torch.dtype) -> int:
-    """Records sent and received, rows returned and at home, where each rank brings up to `num_tokens` rows; in fp8 also
-    this rank's own before they leave, and those of its experts."""
-    rows = num_ranks * num_tokens * layout.top_k
-    rows = rows if row_cap is None else min(rows, row_cap)
-    travel = rows * 2 * (layout.num_bytes + layout.width * dtype.itemsize)
-    quantised = min(num_tokens, rows) + rows if layout.dtype == FP8 else 0
-    return travel + quantized_bytes(quantised, layout.width)

@@ -197,3 +197,33 @@ def make_dispatchers(
     }
     decode = made[choice.decode]
     return Dispatchers(made[choice.prefill], decode.for_decode() if isinstance(decode, DeepEPDispatcher) else decode)
+
+
+def planned_bytes(
+    choice: Choice,
+    rank: int,
+    placement: Placement,
+    num_tokens: int,
+    width: int,
+    dtype: torch.dtype,
+    *,
+    top_k: int,
+    combine: Combine,
+    row_cap: int | None,
+    fp8_rows: bool = False,
+) -> int:
+    """`Dispatchers.buffer_bytes` of ranks that have not met: what the same dispatchers will say once they exist.
+
+    ValueError where they cannot be made. DeepEP's package must be here: it alone knows the size of its buffer.
+    """
+    made = make_dispatchers(
+        choice,
+        ExpertGroup.planned(rank, placement.num_ranks),
+        placement,
+        top_k=top_k,
+        combine=combine,
+        row_cap=row_cap,
+        fp8_rows=fp8_rows,
+        device=torch.device("cpu"),
+    )
+    return made.buffer_bytes(num_tokens, width, dtype)

@@ -72,6 +72,13 @@ class ExpertGroup:
     size: int
     process_group: dist.ProcessGroup
 
+    @classmethod
+    def planned(cls, rank: int, size: int) -> ExpertGroup:
+        """Of ranks that have not met: what can be said of a group before any of its calls."""
+        group = cls.__new__(cls)
+        group.rank, group.size = rank, size
+        return group
+
     def drop(self) -> None:
         """Forget the connections. With the last one who holds them they close, and calls of the others break."""
         if hasattr(self, "process_group"):

@@ -64,9 +64,15 @@ def record_bytes(bundle_bytes: int) -> int:
     return -(-bundle_bytes // _WORD) * _WORD + _WORD
 
 
-def records_within(buffer_bytes: int, bundle_bytes: int) -> int:
-    """B: the most records a rank sends or receives at a time, so that 2 B + 1 fit the buffer; at least one."""
-    return max(1, (buffer_bytes // record_bytes(bundle_bytes) - 1) // 2)
+def records_within(buffer_bytes: int, bundle_bytes: int, num_slots: int) -> int:
+    """B: the most records a rank sends or receives at a time, so that 2 B + 1 fit the buffer; at least one, and no more
+    than the slots of a rank: never more are on their way."""
+    return min(max(1, (buffer_bytes // record_bytes(bundle_bytes) - 1) // 2), num_slots)
+
+
+def mover_bytes(bundle_bytes: int, most: int) -> int:
+    """Of the records of an `ExpertMover`, that is all the memory that moving takes."""
+    return (2 * most + 1) * record_bytes(bundle_bytes)
 
 
 @dataclass(frozen=True)

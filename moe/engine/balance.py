@@ -27,7 +27,7 @@ from expert_parallel.layout import ExpertLayout
 from expert_parallel.placement import Placement
 from expert_parallel.plan_file import save_plan
 from expert_parallel.proposal import next_placements, propose
-from expert_parallel.rebalance import Bundles, ExpertMover, records_within
+from expert_parallel.rebalance import Bundles, ExpertMover, mover_bytes, records_within
 from moe.engine.balance_rates import MeasuredRates
 from moe.engine.network import Network
 from moe.model.causal_lm import CausalLM
@@ -52,19 +52,33 @@ def layer_bundles(network: CausalLM) -> dict[int, Bundles]:
     return {layer: Bundles([targets[name] for name in bundle_names(layer, targets)]) for layer in layers}
 
 
+def may_move(balance: BalanceConfig, num_ranks: int) -> bool:
+    """Whether experts change places while steps go on."""
+    return num_ranks > 1 and balance.interval > 0 and balance.move != "never" and balance.plan is None
+
+
+def moving_bytes(balance: BalanceConfig, placement: Placement, bundle_bytes: int) -> int:
+    """What `make_mover` will take, before there is a network."""
+    if not may_move(balance, placement.num_ranks):
+        return 0
+    return mover_bytes(bundle_bytes, _most_records(balance, placement, bundle_bytes))
+
+
+def _most_records(balance: BalanceConfig, placement: Placement, bundle_bytes: int) -> int:
+    return records_within(int(balance.buffer_mb * MIB), bundle_bytes, max(len(held) for held in placement.ranks))
+
+
 def make_mover(balance: BalanceConfig, network: Network, ranks: Ranks | None) -> ExpertMover | None:
     """What moves experts, with its memory; None where they stay."""
     if ranks is None or not isinstance(network, CausalLM) or not network.layout.replicas:
         return None
-    if not balance.interval or balance.move == "never" or balance.plan is not None:
+    if not may_move(balance, ranks.everyone.size):
         return None
     if network.offload is not None:
         bundle_bytes = network.offload.bundle_bytes
     else:
         bundle_bytes = next(iter(layer_bundles(network).values())).num_bytes
-    slots = next(iter(network.layout.placements.values())).ranks
-    # More than all slots of a rank are never on their way.
-    most = min(records_within(int(balance.buffer_mb * MIB), bundle_bytes), max(len(held) for held in slots))
+    most = _most_records(balance, next(iter(network.layout.placements.values())), bundle_bytes)
     return ExpertMover(ranks.everyone, bundle_bytes, most, network.device, num_nodes=num_nodes(ranks))
 
 

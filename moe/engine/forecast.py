@@ -11,19 +11,20 @@ from dataclasses import dataclass, replace
 import torch
 
 from configs.schema import BalanceConfig, Config, OffloadConfig
-from expert_parallel.all_to_all import most_bytes
-from expert_parallel.choice import automatic_row_cap
+from expert_parallel.choice import automatic_row_cap, choose, planned_bytes
 from expert_parallel.host_store import arena_bytes
 from expert_parallel.offload_plan import OffloadPlan, Room, choose_held, held_bytes, held_within, staging_slots
-from expert_parallel.record import RecordLayout
-from kernels.quantize import FP8
+from expert_parallel.placement import Placement
+from kernels.checks import cdiv
 from kv_cache.layout import KVLayout
+from moe.engine.balance import moving_bytes
 from moe.engine.machine import Machine
 from moe.engine.memory_plan import GIB, DeviceMemory, MemoryPlan, plan_memory
 from moe.engine.workspace import Device, StepLimits, Workspace, measure_by_shapes
 from moe.model.config import ModelConfig
 from moe.model.host_experts import layer_shapes
 from moe.model.load_model import first_placements
+from moe.model.overlap import choose_overlap
 from moe.model.weight_sizes import WeightSizes, weight_sizes
 
 TOKENS_PER_SEQ = 1024
@@ -64,8 +65,10 @@ class Forecast:
         return 0 if self.offload is None else self.offload.host_bytes
 
     def misses(self, actual: MemoryPlan) -> bool:
-        """Whether what is no cache, or the host's part, came out more than 5 % from what was planned."""
+        """Whether what is no cache, lies between ranks or in the host came out more than 5 % from what was planned."""
         pairs = [(self.host_bytes, actual.host_bytes)]
+        if self.plan is not None:
+            pairs.append((self.plan.buffer_bytes + self.plan.moving_bytes, actual.buffer_bytes + actual.moving_bytes))
         if actual.total_bytes is not None:
             measured = actual.weight_bytes + actual.workspace_bytes
             pairs.append((self.weight_bytes + self.workspace.num_bytes, measured))
@@ -77,6 +80,10 @@ class Forecast:
         if actual.total_bytes is not None:
             pairs["workspace"] = (self.workspace.num_bytes, actual.workspace_bytes)
         if self.plan is not None:
+            if self.plan.buffer_bytes or actual.buffer_bytes:
+                pairs["rows between ranks"] = (self.plan.buffer_bytes, actual.buffer_bytes)
+            if self.plan.moving_bytes or actual.moving_bytes:
+                pairs["experts between ranks"] = (self.plan.moving_bytes, actual.moving_bytes)
             pairs["KV cache"] = (self.plan.kv_bytes, actual.kv_bytes)
         if self.host_bytes or actual.host_bytes:
             pairs["host memory"] = (self.host_bytes, actual.host_bytes)
@@ -86,10 +93,8 @@ class Forecast:
 
 def forecast(config: Config, subject: Subject, machine: Machine) -> Forecast:
     """Of the rank `machine.rank`. ValueError where offload.* cannot be; what does not fit otherwise is a `problem`."""
-    model, num_ranks = subject.model, machine.num_ranks
-    balance = config.balance if num_ranks > 1 else BalanceConfig()
-    slots = next(iter(first_placements(model, balance, num_ranks).values())).num_slots(machine.rank)
-    weights = weight_sizes(model, slots, subject.dtype)
+    slots = _placement(config, subject, machine).num_slots(machine.rank)
+    weights = weight_sizes(subject.model, slots, subject.dtype)
     resident = _forecast(config, subject, machine, weights, None)
     if config.offload.regime == "off":
         return resident
@@ -158,7 +163,8 @@ def cache_room(config: Config, subject: Subject, machine: Machine, weights: Weig
         wanted = per_seq = config.cache.num_blocks * layout.bytes_per_block
     budget = int(machine.total * config.cache.memory_fraction)
     shared, resident = (
-        budget - _taken(config, subject, machine, weights.rest, _workspace(config, subject, machine, each)).taken
+        budget
+        - _taken(config, subject, machine, weights, weights.rest, _workspace(config, subject, machine, each)).taken
         for each in (True, False)
     )
     return Room(shared, resident, wanted, per_seq)
@@ -181,7 +187,7 @@ def _forecast(
 ) -> Forecast:
     on_gpu = weights.rest + (weights.experts if offload is None else offload.gpu_bytes)
     workspace = _workspace(config, subject, machine, offload is not None)
-    memory = _taken(config, subject, machine, on_gpu, workspace)
+    memory = _taken(config, subject, machine, weights, on_gpu, workspace)
     cache = config.cache
     plan, problem = None, None
     try:
@@ -198,27 +204,47 @@ def _forecast(
     return Forecast(weights, workspace, offload, plan, problem)
 
 
-def _taken(config: Config, subject: Subject, machine: Machine, weight_bytes: int, workspace: Workspace) -> DeviceMemory:
-    """All of a device that is no cache."""
-    num_ranks, engine, model = machine.num_ranks, config.engine, subject.model
-    row_cap = _row_cap(config, subject, machine)
-    if machine.total is None:
-        return DeviceMemory(machine.name, None, weight_bytes, 0, row_cap=row_cap)
-    buffers = 0
-    if num_ranks > 1:
-        rows_dtype = FP8 if model.fp8_experts else subject.dtype
-        records = RecordLayout(
-            model.hidden_size, rows_dtype, model.moe.rule.top_k, weights=config.parallel.combine == "fast"
-        )
-        buffers = most_bytes(num_ranks, engine.max_batched_tokens, row_cap, records, subject.dtype)
+def _taken(
+    config: Config, subject: Subject, machine: Machine, weights: WeightSizes, weight_bytes: int, workspace: Workspace
+) -> DeviceMemory:
+    """All of a device that is no cache; `weight_bytes` of the weights are on it."""
+    on_cpu, row_cap = machine.total is None, _row_cap(config, subject, machine)
     return DeviceMemory(
         name=machine.name,
         total=machine.total,
         weights=weight_bytes,
-        workspace=workspace.num_bytes,
-        other=machine.other,
-        buffers=buffers,
+        workspace=0 if on_cpu else workspace.num_bytes,
+        other=0 if on_cpu else machine.other,
+        buffers=_buffer_bytes(config, subject, machine, row_cap),
+        moving=moving_bytes(config.balance, _placement(config, subject, machine), weights.bundle),
         row_cap=row_cap,
+    )
+
+
+def _placement(config: Config, subject: Subject, machine: Machine) -> Placement:
+    """Of a layer at the start; all have as many slots."""
+    balance = config.balance if machine.num_ranks > 1 else BalanceConfig()
+    return next(iter(first_placements(subject.model, balance, machine.num_ranks).values()))
+
+
+def _buffer_bytes(config: Config, subject: Subject, machine: Machine, row_cap: int | None) -> int:
+    """Of the rows between ranks, as the dispatchers that will be chosen say of themselves."""
+    if machine.num_ranks == 1:
+        return 0
+    parallel, model, device = config.parallel, subject.model, torch.device("cpu" if machine.total is None else "cuda")
+    most = config.engine.max_batched_tokens
+    at_a_time = choose_overlap(parallel, machine.num_ranks, device).rounds_open(most)
+    return at_a_time * planned_bytes(
+        choose(parallel.dispatcher, machine.num_ranks, device, machine.problems),
+        machine.rank,
+        _placement(config, subject, machine),
+        cdiv(most, at_a_time),
+        model.hidden_size,
+        subject.dtype,
+        top_k=model.moe.rule.top_k,
+        combine="fast" if parallel.combine == "fast" else "exact",
+        row_cap=row_cap,
+        fp8_rows=model.fp8_experts,
     )
 
 

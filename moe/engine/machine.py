@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
 
@@ -25,6 +26,7 @@ class Machine:
     num_ranks: int = 1
     rank: int = 0
     ranks_here: int = 1
+    problems: Mapping[str, str] = field(default_factory=dict)  # why its ranks cannot use a dispatcher, as far as known
 
 
 def find_machine(device: torch.device, ranks: Ranks | None, *, asks_host: bool) -> Machine:

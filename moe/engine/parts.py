@@ -8,17 +8,19 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 from configs.schema import Config, EngineConfig
+from expert_parallel.choice import dispatcher_problems
 from expert_parallel.group import Ranks
+from kernels.checks import cdiv
 from kernels.quantize import supports_fp8
 from kv_cache.layout import KVLayout, LayerScales, Quantization
 from moe.engine.forecast import Forecast, Subject, forecast
-from moe.engine.machine import find_machine
+from moe.engine.machine import Machine, find_machine
 from moe.engine.network import Network
 from moe.engine.tokenizer import Tokenizer
 from moe.engine.workspace import StepLimits
@@ -80,9 +82,8 @@ class Parts:
         """The most that travelling rows take, where each rank brings up to `num_tokens` rows to a step."""
         if not isinstance(self.network, CausalLM):
             return 0
-        halves_from = self.network.overlap.halves_from
-        at_a_time = 1 if halves_from is None or num_tokens < halves_from else 2  # both halves may be on their way
-        rows = -(-num_tokens // at_a_time)
+        at_a_time = self.network.overlap.rounds_open(num_tokens)
+        rows = cdiv(num_tokens, at_a_time)
         return at_a_time * self.network.dispatchers.buffer_bytes(rows, self.model.hidden_size, self.dtype)
 
     @property
@@ -200,7 +201,11 @@ def load_parts(config: Config, ranks: Ranks | None = None) -> Parts:
     """
     outline = outline_parts(config, resolve_device(config.engine.device) if ranks is None else ranks.device)
     opened = open_model(outline.folder, config.load_format, config.quantization, outline.device)
-    planned = _forecast(config, outline, opened.config, ranks)
+    machine = find_machine(outline.device, ranks, asks_host=config.offload.regime != "off")
+    if ranks is not None and ranks.everyone.size > 1:
+        deep_ep = config.parallel.dispatcher == "deep_ep"
+        machine = replace(machine, problems=dispatcher_problems(ranks.everyone, outline.device, deep_ep=deep_ep))
+    planned = _forecast(config, outline, opened.config, machine)
     network = load_model(
         outline.folder,
         dtype=outline.dtype,
@@ -211,7 +216,7 @@ def load_parts(config: Config, ranks: Ranks | None = None) -> Parts:
         max_model_len=outline.max_model_len,
         mla_workspace_tokens=config.engine.mla_workspace_tokens,
         progress=LoadProgress(),
-        spread=None if ranks is None else _spread(config, ranks),
+        spread=None if ranks is None else _spread(config, ranks, machine),
         offload=planned.offload,
         opened=opened,
     )
@@ -231,23 +236,22 @@ def load_parts(config: Config, ranks: Ranks | None = None) -> Parts:
     )
 
 
-def _forecast(config: Config, outline: Outline, model: ModelConfig, ranks: Ranks | None) -> Forecast:
+def _forecast(config: Config, outline: Outline, model: ModelConfig, machine: Machine) -> Forecast:
     """What the engine will take, and which experts it holds on its GPU. ValueError where its weights cannot fit."""
     limits = step_limits(config, outline.max_model_len, outline.device)
-    offloads = config.offload.regime != "off"
-    machine = find_machine(outline.device, ranks, asks_host=offloads)
     planned = forecast(config, Subject(model, outline.dtype, outline.layout, limits), machine)
     if machine.total is not None and planned.weight_bytes + machine.other > machine.total:
         raise ValueError(planned.problem or "the weights exceed the GPU's memory")
     if planned.offload is not None:
         logger.info("%s", planned.offload.words())
-    elif offloads:
+    elif config.offload.regime != "off":
         logger.info("offload.regime=%s: all experts have room on the device, and stay there", config.offload.regime)
     return planned
 
 
-def _spread(config: Config, ranks: Ranks) -> Spread:
-    return Spread(ranks.everyone, config.parallel, config.engine.max_batched_tokens, config.balance)
+def _spread(config: Config, ranks: Ranks, machine: Machine) -> Spread:
+    most = config.engine.max_batched_tokens
+    return Spread(ranks.everyone, config.parallel, most, config.balance, machine.problems)
 
 
 def resolve_device(name: str) -> torch.device:

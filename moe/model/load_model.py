@@ -47,6 +47,7 @@ class Spread:
     parallel: ParallelConfig
     max_rows: int
     balance: BalanceConfig = field(default_factory=BalanceConfig)
+    problems: Mapping[str, str] | None = None  # why they cannot use a dispatcher; None: not looked at
 
 
 class Opened(NamedTuple):
@@ -159,7 +160,9 @@ def _layout(spread: Spread, config: ModelConfig, device: torch.device) -> Expert
     placement = next(iter(placements.values()))  # as many slots in every layer
     if group.size == 1:
         return ExpertLayout.local(placements, group.rank, device)
-    problems = dispatcher_problems(group, device, deep_ep=parallel.dispatcher == "deep_ep")
+    problems = spread.problems
+    if problems is None:
+        problems = dispatcher_problems(group, device, deep_ep=parallel.dispatcher == "deep_ep")
     choice = choose(parallel.dispatcher, group.size, device, problems)
     row_cap = automatic_row_cap(parallel.row_cap, group.size, top_k, spread.max_rows)
     dispatchers = make_dispatchers(

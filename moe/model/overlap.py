@@ -41,6 +41,10 @@ class Overlap(NamedTuple):
     shared: bool = False
     halves_from: int | None = None
 
+    def rounds_open(self, num_rows: int) -> int:
+        """How many dispatches of a step of so many rows may be on their way at a time: one of each half."""
+        return 1 if self.halves_from is None or num_rows < self.halves_from else 2
+
     def __str__(self) -> str:
         halves = f"steps from {self.halves_from} rows in halves" if self.halves_from is not None else ""
         shared = "shared experts beside travelling rows" if self.shared else ""

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from configs.checks import freeze
-from configs.schema import CacheConfig, Config, EngineConfig, OffloadConfig
+from configs.schema import BalanceConfig, CacheConfig, Config, EngineConfig, OffloadConfig, ParallelConfig
 from expert_parallel.host_memory import HostMemory
+from kernels.checks import cdiv
 from launch.figure import ROOT
 from moe import LLM
 from moe.engine.forecast import Forecast, Subject, forecast
@@ -164,6 +165,45 @@ def test_what_was_planned_leaves_the_engine_that_cache() -> None:
             assert plan_memory(layout, memory, **keys).num_blocks == found.plan.num_blocks
             used = found.plan.kv_bytes + found.plan.weight_bytes + found.plan.workspace_bytes + OTHER_BYTES
             assert used <= 0.9 * total * GIB
+
+
+def test_C22_buffers_of_every_dispatcher_are_planned() -> None:
+    """What 4 ranks hold for rows of qwen3-30b-a3b, 2048 columns of bf16, K = 8, 8,192 tokens a step, in rounds of
+    8,192 x 2 x 8 rows: 4,096 tokens of each rank where all must fit one."""
+    four, cap = replace(GPU, num_ranks=4, ranks_here=4), 8192 * 2 * 8
+
+    def buffers(**parallel: Any) -> int:
+        settings = freeze(Config(parallel=ParallelConfig(**parallel)))
+        found = forecast(settings, subject("qwen3-30b-a3b", settings), four)
+        assert found.plan is not None and found.plan.row_cap == cap
+        assert found.plan.moving_bytes == 0
+        return found.plan.buffer_bytes
+
+    row, record = 2048 * 2, cdiv(2048 * 2 + 4 * 8, 64) * 64
+    assert buffers(dispatcher="all_to_all") == cap * 2 * (record + row)
+    taken = cap // (4 * 8)
+    assert buffers(dispatcher="all_gather") == 5 * taken * record + (4 * 8 + 4 * 8) * taken * row
+    flags, slots = 256 + 8 * 4 * taken, 4 * 4 * taken * 8
+    one_sided = flags + slots + 4 * taken * row + 8 * taken * row
+    assert buffers(dispatcher="one_sided") == buffers() == one_sided
+    assert buffers(combine="fast") == flags + 2 * slots + 4 * taken * row + 4 * taken * row
+    assert buffers(overlap="halves") == 2 * one_sided  # each half brings as many rows as a round takes
+    collectives = replace(four, problems={"one_sided": "no peer access"})
+    settings = freeze(Config())
+    found = forecast(settings, subject("qwen3-30b-a3b", settings), collectives).plan
+    assert found is not None
+    assert found.buffer_bytes == max(buffers(dispatcher="all_to_all"), buffers(dispatcher="all_gather"))
+
+
+def test_memory_for_experts_that_move_is_planned() -> None:
+    """256 MiB hold 2 B + 1 = 27 records of 9 MiB and a checksum."""
+    settings = freeze(Config(balance=BalanceConfig(interval=64)))
+    found = forecast(settings, subject("qwen3-30b-a3b", settings), GPU)
+    assert found.plan is not None and found.plan.moving_bytes == 27 * (9 * 2**20 + 8)
+    text = found.against(replace(found.plan, moving_bytes=0))
+    assert "experts between ranks 0.237 and 0.000" in text and found.misses(replace(found.plan, moving_bytes=0))
+    alone = forecast(settings, subject("qwen3-30b-a3b", settings), replace(GPU, num_ranks=1)).plan
+    assert alone is not None and alone.moving_bytes == 0
 
 
 def test_a_sum_that_is_off_is_told() -> None:

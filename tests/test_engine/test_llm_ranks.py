@@ -11,6 +11,7 @@ import pytest
 
 from configs.schema import CacheConfig, Config, EngineConfig, ParallelConfig
 from moe.engine.llm import LLM
+from moe.engine.memory_plan import GIB
 from moe.engine.request import RequestOutput, SamplingParams
 from moe.engine.runner import Runner
 from tests.ranks import RanksFailed, run_ranks
@@ -58,8 +59,13 @@ def answer(rank: int, num_ranks: int, port: int, kinds: list[tuple[str, dict[str
     for number, (model, parallel) in enumerate(kinds):
         as_torchrun(rank, num_ranks, port + number)
         with LLM(config=config(model, **parallel)) as llm:
-            plan = llm.engine.plan
+            plan, forecast = llm.engine.plan, llm.engine.parts.forecast
             assert plan.buffer_bytes > 0 and plan.row_cap is not None
+            assert forecast is not None and forecast.plan is not None and not forecast.misses(plan)
+            planned = (forecast.plan.buffer_bytes, forecast.plan.moving_bytes, forecast.plan.row_cap)
+            assert planned == (plan.buffer_bytes, plan.moving_bytes, plan.row_cap)
+            words = f"rows between ranks {plan.buffer_bytes / GIB:.3f} and {plan.buffer_bytes / GIB:.3f}"
+            assert words in forecast.against(plan)
             assert plan.row_cap == parallel.get("row_cap", plan.row_cap)
             together = texts(llm.generate(PROMPTS, PARAMS))
             single = texts(llm.generate(PROMPTS[4], PARAMS[4]))  # other ranks have no request at all

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from types import SimpleNamespace
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -11,7 +13,14 @@ import torch
 
 from expert_parallel import peer_memory
 from expert_parallel.all_gather import AllGatherDispatcher
-from expert_parallel.choice import Dispatchers, automatic_row_cap, choose, dispatcher_problems, make_dispatchers
+from expert_parallel.choice import (
+    Dispatchers,
+    automatic_row_cap,
+    choose,
+    dispatcher_problems,
+    make_dispatchers,
+    planned_bytes,
+)
 from expert_parallel.deep_ep import DeepEPDecodeDispatcher, DeepEPDispatcher
 from expert_parallel.group import ExpertGroup
 from expert_parallel.placement import Placement
@@ -74,6 +83,38 @@ def test_one_rank_has_no_buffers() -> None:
     dispatchers = Dispatchers.local(Placement.contiguous(4, 1), 0, "cpu")
     assert dispatchers.prefill is dispatchers.decode
     assert dispatchers.buffer_bytes(100, 64, torch.float32) == 0
+
+
+@pytest.mark.parametrize("name", ["all_to_all", "all_gather", "one_sided", "deep_ep"])
+def test_C22_what_is_planned_is_what_the_dispatchers_say_once_they_exist(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of every rank, with rows in fp8 or not, under a cap or none."""
+    monkeypatch.setitem(sys.modules, "deep_ep", fake_deep_ep)
+    choice, placement = choose(name, 4, GPU), Placement.contiguous(9, 4)
+    found = set()
+    for rank, fp8_rows, row_cap in itertools.product(range(4), (False, True), (None, 64)):
+        common: dict[str, Any] = {"top_k": 3, "combine": "fast", "row_cap": row_cap, "fp8_rows": fp8_rows}
+        group = ExpertGroup(rank, 4, None)  # pyright: ignore
+        made = make_dispatchers(choice, group, placement, device=CPU, **common)
+        num_bytes = planned_bytes(choice, rank, placement, 100, 256, torch.bfloat16, **common)
+        assert num_bytes == made.buffer_bytes(100, 256, torch.bfloat16) > 0
+        found.add((fp8_rows, row_cap, num_bytes))
+    assert len({num_bytes for _, _, num_bytes in found}) >= 2  # the cap counts
+
+
+def test_a_plan_without_the_package_that_knows_the_buffer_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "deep_ep", None)  # as if it were not installed
+    wanted: dict[str, Any] = {"top_k": 2, "combine": "fast", "row_cap": None}
+    with pytest.raises(ValueError, match=r"parallel.dispatcher=deep_ep: the package deep_ep cannot be imported"):
+        planned_bytes(choose("deep_ep", 2, GPU), 0, Placement.contiguous(8, 2), 8, 256, torch.bfloat16, **wanted)
+
+
+def test_who_is_only_planned_sends_nothing() -> None:
+    group = ExpertGroup.planned(1, 4)
+    assert (group.rank, group.size) == (1, 4)
+    with pytest.raises(AttributeError, match="process_group"):
+        group.barrier()
 
 
 def problems_of(rank: int, num_ranks: int) -> tuple[dict[str, str], dict[str, str]]:

@@ -256,5 +256,5 @@ def test_500_rebalances_leave_memory_as_it_was() -> None:
 
 def test_memory_by_hand() -> None:
     assert record_bytes(16) == 24 and record_bytes(17) == 32
-    assert records_within(24 * 9, 16) == 4 and records_within(24 * 8, 16) == 3  # 2 B + 1 records
-    assert records_within(1, 16) == 1
+    assert records_within(24 * 9, 16, 8) == 4 and records_within(24 * 8, 16, 8) == 3  # 2 B + 1 records
+    assert records_within(1, 16, 8) == 1 and records_within(24 * 9, 16, 2) == 2
