@@ -94,7 +94,8 @@ def accelerate_reading(own: Mapping[str, str]) -> dict[str, Any]:
     import accelerate  # noqa: F401 - imported while the other side runs
     import transformers  # noqa: F401
 
-    sys.stdin.readline()
+    if not sys.stdin.readline():
+        raise SystemExit("nobody waits for this side any more")
     device = resolve_device(own.get("device", "auto"))
     begin = time.perf_counter()
     network, hidden = offloaded_network(model_folder(own), budget_bytes(own), device)
