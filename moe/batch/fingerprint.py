@@ -33,7 +33,7 @@ KEYS = (
     "parallel.combine",
     "job.columns",
 )
-LIBRARIES = ("torch", "triton", "transformers", "tokenizers")
+LIBRARIES = ("torch", "triton", "transformers", "tokenizers", "msgspec")  # the last writes the records' numbers
 WEIGHTS = ".safetensors"
 SAMPLE_BYTES, SAMPLES = 1 << 14, 16
 """Of each weight file, spread over it: a checkpoint trained on has the same names and sizes."""

@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
-FORMAT = 1
+FORMAT = 2  # 1: digests of lines were made otherwise
 ANSWERED = "-"
 HEADER_KIND = "header"
 MAX_NUMBER = 1 << 48
@@ -62,8 +62,8 @@ def frame(number: int, digest: int, kind: str, record: bytes) -> bytes:
     >>> frame(17, 10, ANSWERED, b'{}\\n')
     b'f4eac29f\\t17\\t0000000a\\t-\\t{}\\n'
     """
-    body = b"%d\t%08x\t%s\t%s" % (number, digest, kind.encode(), record)
-    return b"%08x\t%s" % (zlib.crc32(body[:-1]), body)
+    head = b"%d\t%08x\t%s\t" % (number, digest, kind.encode())
+    return b"%08x\t%s%s" % (zlib.crc32(memoryview(record)[:-1], zlib.crc32(head)), head, record)
 
 
 def header_frame(header: Header) -> bytes:
@@ -74,13 +74,13 @@ def header_frame(header: Header) -> bytes:
 
 def parse_frame(raw: bytes, offset: int = 0) -> Entry | None:
     """A line of a journal, with or without its end; None where it is not whole."""
-    line = raw.removesuffix(b"\n")
-    body = line[9:]
+    if not raw.endswith(b"\n"):
+        raw += b"\n"
     try:
-        if line[8:9] != b"\t" or int(line[:8], 16) != zlib.crc32(body):
+        crc, number, digest, kind, record = raw.split(b"\t", 4)
+        if len(crc) != 8 or int(crc, 16) != zlib.crc32(memoryview(raw)[9:-1]):
             return None
-        number, digest, kind, record = body.split(b"\t", 3)
-        entry = Entry(int(number), int(digest, 16), kind.decode(), record + b"\n", offset)
+        entry = Entry(int(number), int(digest, 16), kind.decode(), record, offset)
     except ValueError:
         return None
     return entry if 0 <= entry.number < MAX_NUMBER and 0 <= entry.digest < 1 << 32 else None

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from moe.batch.journal import Entry, JournalReader
-from moe.batch.lines import BadLine, Line
+from moe.batch.lines import BadLine, Line, content_of
 
 OPEN, ANSWERED, FIRST_KIND = 0, 1, 2
 """States of a line. FIRST_KIND + i: it has an error record of the i-th kind."""
@@ -23,8 +23,9 @@ OFFSET_BITS = 44
 
 def line_digest(line: Line | BadLine) -> int:
     """What tells this line from another with its number: a checksum of all that was read of it."""
-    content = f"{line.reason} {line.record!r}" if isinstance(line, BadLine) else repr(line.record)
-    return zlib.crc32(content.encode("utf-8", "surrogatepass"))
+    if isinstance(line, Line):
+        return zlib.crc32(content_of(line.record))
+    return zlib.crc32(f"{line.reason} {line.record!r}".encode("utf-8", "surrogatepass"))
 
 
 class Ledger:

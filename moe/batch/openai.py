@@ -17,7 +17,6 @@ from moe.batch.protocol import (
     check_chat_options,
     check_known,
     check_messages,
-    check_sampling,
     check_token_ids,
     json_logprob,
     short,
@@ -106,7 +105,6 @@ def _parse_chat(number: int, custom_id: str, body: dict[str, Any], model: str | 
     if choice == "none":
         body = {name: value for name, value in body.items() if name != "tools"}
     messages, chat = check_messages(body.get("messages")), check_chat_options(body)
-    fields = check_sampling(fields)
     return LineRequest(number, custom_id, "chat.completion", fields, messages=messages, chat=chat, model=model)
 
 
@@ -117,7 +115,6 @@ def _parse_completion(number: int, custom_id: str, body: dict[str, Any], model: 
     prompt = body.get("prompt")
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
         prompt = prompt[0]  # a batch of one
-    fields = check_sampling(fields)
     if isinstance(prompt, str):
         return LineRequest(number, custom_id, "text_completion", fields, prompt=prompt, model=model)
     if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):

@@ -12,7 +12,6 @@ from moe.batch.protocol import (
     check_chat_options,
     check_known,
     check_messages,
-    check_sampling,
     check_token_ids,
     json_logprob,
     typed,
@@ -36,7 +35,7 @@ def parse_plain(number: int, record: dict[str, Any]) -> LineRequest:
     if len(given) != 1:
         has = f"this line has {' and '.join(given)}" if given else "this line has none"
         raise LineError(f"exactly one of prompt, messages and prompt_token_ids is needed; {has}.")
-    sampling = check_sampling({name: value for name, value in record.items() if name in SAMPLING_FIELDS})
+    sampling = {name: value for name, value in record.items() if name in SAMPLING_FIELDS}
     line_id = plain_id(number, record)
     if given == ["messages"]:
         messages, chat = check_messages(record["messages"]), check_chat_options(record)

@@ -117,9 +117,9 @@ def test_a_damaged_record_in_the_middle_costs_that_record_alone(tmp_path: Path) 
         (b"not ours\n", "its first line is damaged"),
         (
             frame(0, 0, "header", b'{"journal": 9, "run": 1, "rank": 0, "fingerprint": {}}\n'),
-            "reads and writes format 1 alone",
+            "reads and writes format 2 alone",
         ),
-        (frame(0, 0, "header", b"[]\n"), "reads and writes format 1 alone"),
+        (frame(0, 0, "header", b"[]\n"), "reads and writes format 2 alone"),
         (frame(7, 0, ANSWERED, b"{}\n"), "its first line is damaged"),
     ],
 )

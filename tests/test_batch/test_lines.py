@@ -6,11 +6,11 @@ import io
 import json
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe.batch import lines
-from moe.batch.lines import BadLine, Line, dump_line, read_lines
+from moe.batch.lines import BadLine, Line, LineParser, content_of, dump_line, read_lines
 
 SEPARATORS = ["\u2028", "\u2029", "\u0085", "\x0b", "\x0c", "\x1c", "\x1d", "\x1e", "\r"]
 
@@ -106,3 +106,69 @@ def test_limit_counts_records_not_blank_lines() -> None:
         Line(2, {"a": 1}),
         BadLine(4, "not JSON: Expecting value at column 1"),
     ]
+
+
+# Texts of JSON with all that the two readers could see differently: keys twice, colons in texts and escaped, numbers of
+# any size and form, halves of pairs, white space, depth.
+numbers = st.one_of(
+    st.sampled_from(["-0", "-0.0", "1E5", "1e400", "-1e999", "5e-324", "NaN", "-Infinity", "01", "1.", "9" * 5000]),
+    st.integers(-(1 << 70), 1 << 70).map(str),
+    st.floats(allow_nan=False, allow_infinity=False).map(repr),
+    st.from_regex(r"-?[0-9]{1,25}\.[0-9]{1,25}[eE][+-]?[0-9]{1,3}", fullmatch=True),
+)
+pieces = st.sampled_from(
+    ["a", ":", r"\u003a", r"\u003A", r"\\u003a", r"\ud83d", r"\ude00", "é", "\x7f", "\u2028", r"\"", r"\n", "[", "{,"]
+)
+quoted = st.lists(pieces, max_size=4).map(lambda parts: f'"{"".join(parts)}"')
+keys = st.sampled_from(['"a"', '"b"', r'"\u0061"', '":"', r'"\u003a"'])
+spaces = st.sampled_from(["", "", " ", "\t", "\r"])
+
+
+def objects(inner: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
+    pairs = st.lists(st.tuples(keys, spaces, inner).map(lambda pair: f"{pair[0]}{pair[1]}:{pair[2]}"), max_size=4)
+    return st.tuples(pairs, spaces).map(lambda parts: "{" + f",{parts[1]}".join(parts[0]) + "}")
+
+
+values = st.recursive(
+    numbers | quoted | st.sampled_from(["true", "null", "nul"]),
+    lambda inner: objects(inner) | st.lists(inner, max_size=3).map(lambda parts: f"[{', '.join(parts)}]"),
+    max_leaves=8,
+)
+damage = st.one_of(st.none(), st.tuples(st.floats(0, 1), st.binary(max_size=2)))
+
+
+@settings(max_examples=250, deadline=None)
+@given(objects(values), spaces, st.sampled_from([0, 0, 0, 99, 100, 101, 2000]), damage)
+def test_the_quick_reader_gives_what_the_strict_one_does(
+    text: str, space: str, depth: int, harm: tuple[float, bytes] | None
+) -> None:
+    raw = (space + '{"a":' * depth + text + "}" * depth).encode()
+    if harm is not None:
+        place = int(harm[0] * len(raw))
+        raw = raw[:place] + harm[1] + raw[place + 1 :]
+    quick, strict = LineParser().parse(3, raw), LineParser().parse_strictly(3, raw)
+    assert repr(quick) == repr(strict)  # tells 1 from 1.0 and 0.0 from -0.0
+    if isinstance(quick, Line):
+        assert repr(json.loads(content_of(quick.record))) == repr(quick.record)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.binary(max_size=40))
+def test_any_bytes_are_one_line_to_both_readers(raw: bytes) -> None:
+    assert repr(LineParser().parse(1, raw)) == repr(LineParser().parse_strictly(1, raw))
+
+
+@pytest.mark.parametrize(
+    "record",
+    [{"id": "\ud83d"}, {"id": "a\udc00b\x7f\u2028", "n": 1 << 70, "f": 1e-7}, {"id": ["\ud800", {"\udfff": None}]}],
+)
+def test_an_id_of_half_a_pair_is_written_escaped(record: dict) -> None:
+    written = dump_line(record)
+    assert written.isascii() and json.loads(written) == record and len(written.splitlines()) == 1
+
+
+def test_records_are_written_without_spaces_and_numbers_keep_their_value() -> None:
+    record = {"id": 1 << 70, "f": [0.1, -0.0, 1e16, 1e-7, 5e-324, 1.7976931348623157e308], "t": "é\x00\x1f"}
+    written = dump_line(record)
+    assert written.startswith(b'{"id":1180591620717411303424,"f":[0.1,-0.0,') and b" " not in written
+    assert repr(json.loads(written)) == repr(record)

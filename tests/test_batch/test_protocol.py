@@ -74,7 +74,7 @@ def test_a_line_without_id_has_its_number(record: dict[str, Any]) -> None:
 )
 def test_plain_refusals(record: dict[str, Any], reason: str) -> None:
     with pytest.raises(LineError) as caught:
-        parse_plain(1, record)
+        resolve_params(parse_plain(1, record), SamplingConfig(), {})
     assert reason in str(caught.value) and "\n" not in str(caught.value)
 
 
@@ -132,7 +132,7 @@ def test_openai_completion_prompts() -> None:
 )
 def test_openai_refusals(body: dict[str, Any], reason: str) -> None:
     with pytest.raises(LineError) as caught:
-        chat_line(**body)
+        resolve_params(chat_line(**body), SamplingConfig(), {})
     assert reason in str(caught.value)
 
 
@@ -384,6 +384,7 @@ def test_kept_params_are_those_of_each_line_alone() -> None:
         {},
         {"temperature": 1},
         {"temperature": 1.0},
+        {"ignore_eos": True},
         {"stop": ["a"]},
         {"stop": "a"},
         {"seed": 4},
@@ -394,8 +395,8 @@ def test_kept_params_are_those_of_each_line_alone() -> None:
             line = parse_plain(number, {"id": f"id-{number}", **source, **fields})
             assert of_job.of(line) == resolve_params(line, sampling, defaults), fields
     with pytest.raises(LineError, match="temperature=True must be a number"):
-        parse_plain(1, {"prompt": "x", "temperature": True})
+        of_job.of(parse_plain(1, {"prompt": "x", "temperature": True}))
     with pytest.raises(LineError, match=r"max_tokens=1\.0 must be a whole number"):
-        parse_plain(1, {"prompt": "x", "max_tokens": 1.0})
+        of_job.of(parse_plain(1, {"prompt": "x", "max_tokens": 1.0}))
     with pytest.raises(LineError, match="ignore_eos=1 must be true or false"):
-        parse_plain(1, {"prompt": "x", "ignore_eos": 1})
+        of_job.of(parse_plain(1, {"prompt": "x", "ignore_eos": 1}))
