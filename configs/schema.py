@@ -64,7 +64,6 @@ class EngineConfig(Section):
     cuda_graphs: bool = key(True, "replay decode steps as CUDA graphs (on a GPU)")
     capture_seconds: float = key(10.0, "time to capture graphs in before the first step; the rest when first wanted")
     overlap: bool = key(True, "launch the next step while one runs; false: one after another, the same answers")
-    spread: bool = key(False, "prompts in many steps, where no answer ends later; false: at once, the same answers")
     mla_workspace_tokens: int = key(32768, "rows of expanded keys and values that MLA prefill holds at a time")
     step_timeout_s: float = key(300.0, "the watchdog speaks when one stage of a step takes longer")
     force_preempt_every: int = key(0, "tests: preempt the newest running request every so many steps; 0: never")

@@ -34,7 +34,6 @@ from moe.engine.cuda_graphs import DecodeGraphs
 from moe.engine.in_flight import InFlight
 from moe.engine.intake import Intake
 from moe.engine.measure import plan_cache
-from moe.engine.mixed_graphs import PROMPT_BOUND, MixedGraphs
 from moe.engine.parts import Parts, kv_layout, load_parts
 from moe.engine.places import make_places
 from moe.engine.request import Request, RequestOutput
@@ -43,7 +42,6 @@ from moe.engine.sampler import Sampler
 from moe.engine.scheduler import Schedule, Scheduler
 from moe.engine.sequence import Status
 from moe.engine.stats import EngineStats
-from moe.engine.step_tensors import Limits
 from moe.engine.tokenizer import truncate_prompt
 from moe.engine.watchdog import Watchdog
 from router.load import LoadCounter, balancedness
@@ -101,8 +99,6 @@ class Engine:
             max_batched_tokens=engine.max_batched_tokens,
             prefill_chunk=engine.prefill_chunk,
             force_preempt_every=engine.force_preempt_every,
-            # A prompt of one rank makes a step without graphs of all.
-            spreads=engine.spread and (parts.ranks is None or parts.ranks.everyone.size == 1),
         )
         self.intake = Intake(parts, self.plan, self.cache)
         self.graphs = None
@@ -115,16 +111,6 @@ class Engine:
                 block_size=cache.block_size,
                 vocab_size=self.vocab_size,
             )
-        self.mixed = None
-        if self.graphs is not None and self.scheduler.spreads and engine.mla_workspace_tokens >= 2 * PROMPT_BOUND:
-            self.mixed = MixedGraphs(
-                network,
-                pool.caches,
-                places,
-                bounds=self.graphs.bounds,
-                limits=Limits(cache.block_size, pool.num_blocks, self.max_model_len, self.vocab_size),
-                record=self.graphs.record,
-            )
         self.runner = Runner(
             network,
             sampler,
@@ -134,7 +120,6 @@ class Engine:
             eos_ids=parts.eos_ids,
             decode=parts.decode_one if parts.tokenizer is not None else None,
             graphs=self.graphs,
-            mixed=self.mixed,
         )
         self.balance = Balance(config.balance, network, parts.model, network.load, parts.ranks, mover)
         self.stats = EngineStats(kv_blocks_total=self.plan.num_blocks)
@@ -251,8 +236,6 @@ class Engine:
             self.balance.conclude()
             if self.graphs is not None:
                 self.graphs.close()
-            if self.mixed is not None:
-                self.mixed.close()
             self.parts.close_ranks()
 
     def close(self) -> None:

@@ -23,7 +23,6 @@ from kv_cache.pool import KVPool
 from moe.engine.agreement import Agreement
 from moe.engine.cuda_graphs import DecodeGraphs
 from moe.engine.in_flight import InFlight, PromptRows
-from moe.engine.mixed_graphs import MixedGraphs
 from moe.engine.network import Network
 from moe.engine.places import fill_places
 from moe.engine.request import TokenLogprobs
@@ -38,8 +37,7 @@ from moe.model.step_input import StepInput
 class Runner:
     """Launches schedules on one device. `decode` gives the text of one token, for log-probabilities; None: no texts.
 
-    With `graphs`, steps of decode rows alone are replayed; with `mixed`, also those with a few prompt tokens. All
-    others are launched one kernel after another.
+    With `graphs`, steps of decode rows alone are replayed. All others are launched one kernel after another.
     """
 
     def __init__(
@@ -53,11 +51,9 @@ class Runner:
         eos_ids: frozenset[int] = frozenset(),
         decode: Callable[[int], str] | None = None,
         graphs: DecodeGraphs | None = None,
-        mixed: MixedGraphs | None = None,
     ) -> None:
         self.network = network
         self.graphs = graphs
-        self.mixed = mixed
         self.sampler = sampler
         self.pool = pool
         self.places = places
@@ -87,10 +83,6 @@ class Runner:
             drawn = SampleResult(ids_B, None, (), ())
             rows = schedule.sampled_decodes if len(schedule.sampled) < len(schedule.decodes) else None
             return self._in_flight(schedule, drawn if schedule.sampled else None, [], rows)
-        if self.mixed is not None and not any(chunk.sequence.wants_prompt_rows for chunk in schedule.chunks):
-            drawn = self.mixed.draw(schedule)
-            if drawn is not None:
-                return self._in_flight(schedule, SampleResult(drawn[0], None, (), ()), [], drawn[1])
         tensors = step_tensors(schedule, self.places, self.limits)
         enter("forward")
         logits_BV = self._forward(tensors.step, agreed)

@@ -7,7 +7,7 @@ the blocks of all tokens known of a sequence, so only decoding can run out of th
 gives way: it goes back to the front of the queue and gets its cache back later (see sequence.py). A new one is admitted
 only if every running sequence can still grow by one block, so that admission and preemption do not chase each other; a
 sequence alone always fits, or `never_fits` rejected it. With a backlog, prompts wait until several can be admitted in
-one step (`_gathers`); once all that waits has a place, they are spread over steps (spread.py). All endings and
+one step (`_gathers`); once all that waits has a place, the longest answers begin first (order.py). All endings and
 preemptions give blocks back in `_release`.
 
 A step is scheduled before the ids of the step in front of it are known, from counts alone. So a sequence may get a row
@@ -24,8 +24,8 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from kv_cache.prefix_cache import BlockKey, PrefixCache
+from moe.engine.order import longest_first
 from moe.engine.sequence import Sequence, Status
-from moe.engine.spread import longest_first, spread_tokens
 
 # With a backlog, prompts are admitted once they fill a half of a step's budget or a sixteenth of the places is free. Of
 # the 846 steps of bench workload w1 199 held a prompt without this; with it 50 of 854 do.
@@ -89,7 +89,7 @@ class Schedule:
 
 
 class Scheduler:
-    """Queues of waiting and running sequences over one PrefixCache. `spreads`: prompts may be held back (spread.py)."""
+    """Queues of waiting and running sequences over one PrefixCache."""
 
     def __init__(
         self,
@@ -99,10 +99,8 @@ class Scheduler:
         max_batched_tokens: int,
         prefill_chunk: int | None = None,
         force_preempt_every: int = 0,
-        spreads: bool = False,
     ) -> None:
         self.cache = cache
-        self.spreads = spreads
         self.max_batched_tokens = max_batched_tokens
         # A decoding sequence takes one token of every step's budget, so no more can run than the budget has.
         self.max_num_seqs = min(max_num_seqs, max_batched_tokens)
@@ -151,8 +149,8 @@ class Scheduler:
                 schedule.decodes.append(sequence)
         budget = self.max_batched_tokens - len(schedule.decodes)
         begun = [sequence for sequence in self.running if sequence.in_prefill]
-        if self.spreads and not more_to_come and (begun or self.waiting):
-            budget = self._spread(schedule, begun, budget)
+        if self._newcomers and not more_to_come and len(self.waiting) <= self.max_num_seqs - len(self.running):
+            self.waiting, self._newcomers = deque(longest_first(self.waiting)), False
         logit_rows = PROMPT_LOGIT_ROWS
         for sequence in begun:
             if budget > 0:
@@ -213,15 +211,6 @@ class Scheduler:
         self.cache.check()
         used = self.cache.allocator.num_used
         assert self.has_unfinished or used == 0, f"{used} blocks are used although no request is left"
-
-    def _spread(self, schedule: Schedule, begun: list[Sequence], budget: int) -> int:
-        """What of the budget prompts may take, and the queue in the order that goes with it, where all have a place."""
-        if len(self.waiting) > self.max_num_seqs - len(self.running):
-            return budget
-        if self._newcomers:
-            self.waiting = deque(longest_first(self.waiting))
-            self._newcomers = False
-        return spread_tokens(schedule.decodes, itertools.chain(begun, self.waiting), budget)
 
     def _gathers(self, schedule: Schedule) -> bool:
         """Whether admission waits for more room. A step with a prompt in it costs every decoding sequence more than a

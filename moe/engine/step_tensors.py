@@ -79,7 +79,13 @@ def check_decodes(rows_4B: np.ndarray, decodes: Rows[Sequence], limits: Limits) 
 def step_tensors(schedule: Schedule, places: Places, limits: Limits) -> StepTensors:
     """Any step, launched kernel by kernel. Its new sequences' places are filled already."""
     decodes, chunks, size = schedule.decodes, schedule.chunks, limits.block_size
-    rows_4B, (token_ids, positions, slots) = checked_rows(schedule, limits)
+    rows_4B, (token_ids, positions, slots) = decode_rows(decodes, size), chunk_rows(chunks, size)
+    limits.check(
+        np.concatenate([rows_4B[0], token_ids]),
+        np.concatenate([rows_4B[2], positions]),
+        np.concatenate([rows_4B[3] * size + rows_4B[2] % size, slots]),
+        schedule.sequences,
+    )
     lengths = np.array([chunk.length for chunk in chunks], np.int64)
     ends = np.array([chunk.end for chunk in chunks], np.int64)
     host = [
@@ -113,19 +119,6 @@ def step_tensors(schedule: Schedule, places: Places, limits: Limits) -> StepTens
         wanted,
     )
     return StepTensors(step, sampled, positions_T[wanted[: len(schedule.sampled)]] + 1)
-
-
-def checked_rows(schedule: Schedule, limits: Limits) -> tuple[np.ndarray, tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """`decode_rows` and `chunk_rows` of a step, within the bounds."""
-    size = limits.block_size
-    rows_4B, (token_ids, positions, slots) = decode_rows(schedule.decodes, size), chunk_rows(schedule.chunks, size)
-    limits.check(
-        np.concatenate([rows_4B[0], token_ids]),
-        np.concatenate([rows_4B[2], positions]),
-        np.concatenate([rows_4B[3] * size + rows_4B[2] % size, slots]),
-        schedule.sequences,
-    )
-    return rows_4B, (token_ids, positions, slots)
 
 
 def logits_rows(schedule: Schedule) -> list[int]:

@@ -24,16 +24,6 @@ class DecodeBatch:
 
 
 @dataclass(frozen=True)
-class ExpandedRows:
-    """Where MLA's expanded keys of each sequence lie, all of one round, as pages of the cache's size: in a CUDA graph,
-    whose host twins are bounds."""
-
-    num_rows: int
-    tables_BM: Tensor  # int32 [B, M]
-    row_starts_B1: Tensor  # int32 [B + 1]
-
-
-@dataclass(frozen=True)
 class PrefillBatch:
     """B sequences with a chunk of one or more prompt tokens each.
 
@@ -49,7 +39,6 @@ class PrefillBatch:
     max_kv_len: int
     query_lens_host: tuple[int, ...]
     kv_lens_host: tuple[int, ...]
-    expanded: ExpandedRows | None = None  # None: planned from the lengths
 
 
 @dataclass(frozen=True)

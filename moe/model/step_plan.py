@@ -114,8 +114,6 @@ def round_length(page_size: int, workspace_tokens: int) -> int:
 def plan_mla_rounds(prefill: PrefillBatch, page_size: int, workspace_tokens: int) -> tuple[MLARound, ...]:
     """All rounds of one step, in the order in which their results are merged."""
     length = round_length(page_size, workspace_tokens)
-    if prefill.expanded is not None:
-        return (_given_round(prefill, length),)
     capacity = workspace_tokens // page_size * page_size
     upload = Upload()
     drafts = [
@@ -125,27 +123,6 @@ def plan_mla_rounds(prefill: PrefillBatch, page_size: int, workspace_tokens: int
     ]
     flat_X = upload.to(prefill.kv_lens_B.device)
     return tuple(draft.on_device(prefill, flat_X) for draft in drafts)
-
-
-def _given_round(prefill: PrefillBatch, length: int) -> MLARound:
-    """The one round of a step in which the host knows bounds alone."""
-    expanded = prefill.expanded
-    assert expanded is not None and prefill.max_kv_len <= length, f"{prefill.max_kv_len} keys in a round of {length}"
-    return MLARound(
-        index=0,
-        row_start=0,
-        row_stop=prefill.max_query_len,
-        num_rows=expanded.num_rows,
-        max_query_len=prefill.max_query_len,
-        max_kv_len=prefill.max_kv_len,
-        block_tables_BM=prefill.block_tables_BM,
-        workspace_tables_BM=expanded.tables_BM,
-        query_starts_B1=prefill.query_starts_B1,
-        query_offsets_B=prefill.query_offsets_B,
-        kv_starts_B=torch.zeros_like(prefill.kv_lens_B),
-        kv_lens_B=prefill.kv_lens_B,
-        row_starts_B1=expanded.row_starts_B1,
-    )
 
 
 def _keys_of_round(prefill: PrefillBatch, index: int, length: int) -> list[int]:

@@ -179,7 +179,7 @@ def test_a_fault_that_shows_when_waiting_names_the_step_that_ran(
 
     monkeypatch.setattr(InFlight, "wait", fault)
     engine.add_request(Request("both", [2], SamplingParams(max_tokens=9, **GREEDY)))
-    with pytest.raises(StepError, match="stage 'wait' failed for requests early, both: RuntimeError: an illegal"):
+    with pytest.raises(StepError, match="stage 'wait' failed for requests both, early: RuntimeError: an illegal"):
         engine.step()
 
 
