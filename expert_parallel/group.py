@@ -9,6 +9,7 @@ rank's number in its group (never its number in the job), the size, and the coll
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -30,6 +31,9 @@ _BRING_UPS = itertools.count()
 
 _POLL_S = 0.02
 """How often a rank asks whether the others are there."""
+
+_REFUSED, _REFUSE_S = "refused", 5.0
+"""The key under which a rank says that it will not come, and how long it tries to."""
 
 
 @dataclass(frozen=True)
@@ -225,11 +229,14 @@ def meet(
     patience_s: float = 10.0,
 ) -> None:
     """Waits for all ranks to come to `stage`. Rank 0 says for whom after `patience_s`, then after twice as long each
-    time; after `timeout` every rank raises RuntimeError with the ranks that are missing."""
+    time; after `timeout` every rank raises RuntimeError with the ranks that are missing, and at once where one has said
+    that it will not come."""
     keys = [f"{stage}/{rank}" for rank in range(values.world_size)]
     store.set(keys[values.rank], "here")
     start = time.monotonic()
     while not store.check(keys):
+        if store.check([_REFUSED]):
+            raise RuntimeError(store.get(_REFUSED).decode())
         waited_s = time.monotonic() - start
         late = waited_s > timeout.total_seconds()
         if late or (values.rank == 0 and waited_s >= patience_s):
@@ -242,6 +249,13 @@ def meet(
             say(f"{stage}: waiting for ranks {missing} since {waited_s:.0f} s")
             patience_s *= 2
         time.sleep(_POLL_S)
+
+
+def refuse(values: RankValues, why: str) -> None:
+    """Tell the ranks that wait for this one, in a `bring_up`, that it will not come. For as long as torchrun serves."""
+    if values.agent_has_store:
+        with contextlib.suppress(RuntimeError):
+            _store(values, timedelta(seconds=_REFUSE_S)).compare_set(_REFUSED, "", f"rank {values.rank}: {why}")
 
 
 def _store(values: RankValues, timeout: timedelta) -> dist.Store:

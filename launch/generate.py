@@ -12,9 +12,11 @@ if __name__ == "__main__":
     # Until the job has handlers of its own, Ctrl-C ends the imports below without a traceback.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
+import contextlib
 import logging
 import os
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -24,6 +26,7 @@ from rich.console import Console
 from configs.schema import Config
 from configs.torchrun import rank_environment
 from expert_parallel.faults import end_process
+from expert_parallel.group import RankValues, refuse
 from launch.check_lines import check_lines, dry_run
 from launch.command_line import compose_config, help_text, parse
 from launch.console import print_report, set_up_logging, set_up_rank_logging
@@ -40,6 +43,8 @@ from moe.engine.team import Team
 
 OK, FAULT, USAGE, SOME_FAILED, BY_SIGNAL = 0, 1, 2, 3, 128
 SHOWN_ANSWERS = 3
+FIRST_SPEAKS_S = 10.0
+"""A busy machine starts one process so much later than another."""
 
 logger = logging.getLogger("launch.generate")  # __name__ is __main__ under python -m
 
@@ -60,9 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with StopSignals(echoes="TORCHELASTIC_RUN_ID" in os.environ, speaks=rank == 0) as stop:
             return _run(config, words, rank_environment(), stop)
     except ValueError as error:
-        if rank == 0:
-            print(f"error: {error}", file=sys.stderr)
-        return USAGE
+        return _refused(str(error), rank)
     except Interrupted as stopped:
         if rank == 0:
             print(f"stopped by {signal_name(stopped.number)}", file=sys.stderr)
@@ -77,12 +80,17 @@ def _run(config: Config, words: Sequence[str], environment: Mapping[str, str] | 
     set_up_logging(console, quiet=config.job.quiet) if rank == 0 else set_up_rank_logging(console, rank)
     files = job_files(config)
     if config.job.strict and not check_lines(config, files.source, silent=rank > 0):
+        _leave_it_to_the_first(rank)
         return USAGE
     if config.job.dry_run:
         return OK if rank > 0 or dry_run(config, files.source) else SOME_FAILED
     if environment is not None and not files.source.rereadable:
         raise ValueError("input=- is read once, by one rank; give a file, or start one rank.")
-    team = None if environment is None else Team(config, environment, logger.info)
+    try:
+        team = None if environment is None else Team(config, environment, logger.info)
+    except RuntimeError as error:
+        print(f"error on rank {rank}: {error}", file=sys.stderr)
+        return FAULT
     crew = Single() if team is None else Several(team.ranks, team.faults.told)
     monitor = Monitor(config, words, rank=rank)
     job = JobRun(config, files, crew, monitor, stop)
@@ -94,6 +102,23 @@ def _run(config: Config, words: Sequence[str], environment: Mapping[str, str] | 
         with stop.ending():
             return _report_fault(error, team, files, job, monitor)
     return _conclude(config, files, end, monitor) if rank == 0 else _code_of(end)
+
+
+def _refused(text: str, rank: int) -> int:
+    """A fault before ranks have met. Most of these all ranks meet, and the first says it; what is one rank's own (a
+    file that is missing on its node) that rank says itself, also to those who wait for it."""
+    with contextlib.suppress(ValueError):  # the environment itself may be the fault
+        if (environment := rank_environment()) is not None:
+            refuse(RankValues.of(environment), text)
+    _leave_it_to_the_first(rank)
+    print(f"error{f' on rank {rank}' if rank else ''}: {text}", file=sys.stderr)
+    return USAGE
+
+
+def _leave_it_to_the_first(rank: int) -> None:
+    """torchrun ends all ranks as soon as one ends, and that must not be before the first has said why."""
+    if rank:
+        time.sleep(FIRST_SPEAKS_S)
 
 
 def _report_fault(error: BaseException, team: Team | None, files: JobFiles, job: JobRun, monitor: Monitor) -> int:

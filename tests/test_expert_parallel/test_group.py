@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from expert_parallel.group import RankValues, backend_of, bring_up, meet, rank_device, split
+from expert_parallel.group import RankValues, backend_of, bring_up, meet, rank_device, refuse, split
 from tests.ranks import RanksFailed, run_ranks, world
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -97,6 +97,27 @@ def test_a_rank_that_waits_names_those_that_are_missing() -> None:
     assert run_ranks(start_alone, 1, free_port(), joined=False) == [
         "rank 0 of 3 is at 'start'; ranks [1, 2] did not come within 0.5 s (parallel.timeout_s)."
     ]
+
+
+def refuse_or_wait(rank: int, num_ranks: int, port: int) -> tuple[str, float]:
+    """Rank 2 finds a fault of its own before it has met the others."""
+    begin = time.monotonic()
+    own = values(rank, num_ranks, port, agent_has_store=True)
+    if rank == 2:
+        refuse(own, "input=there.jsonl does not exist")
+        return "", 0.0
+    with pytest.raises(RuntimeError) as error:
+        bring_up(own, torch.device("cpu"), 60.0, lambda text: None)
+    return str(error.value), time.monotonic() - begin
+
+
+def test_C10_who_will_not_come_says_so_to_those_who_wait() -> None:
+    port = free_port()
+    store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)  # torchrun's
+    results = run_ranks(refuse_or_wait, 3, port, joined=False)
+    assert [text for text, _ in results[:2]] == ["rank 2: input=there.jsonl does not exist"] * 2
+    assert all(seconds < 30 for _, seconds in results)
+    del store
 
 
 def come_late(rank: int, num_ranks: int, port: int) -> list[str]:

@@ -37,6 +37,7 @@ def write(path: Path, *records: Any) -> Path:
 def generate_on(rank: int, num_ranks: int, port: int, folder: Path, runs: list[list[str]]) -> list[tuple[int, str]]:
     """Exit codes and errors of several runs, one after another."""
     os.chdir(folder)
+    generate.FIRST_SPEAKS_S = 0.0
     codes = []
     for number, words in enumerate(runs):
         values = {"RANK": rank, "WORLD_SIZE": num_ranks, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": num_ranks}
@@ -93,7 +94,10 @@ def test_ranks_write_the_bytes_of_one_rank(tmp_path: Path, monkeypatch: pytest.M
         assert (
             "ended by rank 0: ValueError: output=ranks.jsonl exists and was made with other settings" in of_rank[3][1]
         )
-    assert ["but 3 ranks share the experts" in of_rank[5][1] for of_rank in results] == [True, False, False]
+    # The first rank says what all of them meet; nobody has ended the others before they say it too.
+    said = ["error: ", "error on rank 1: ", "error on rank 2: "]
+    assert [of_rank[5][1].startswith(text) for of_rank, text in zip(results, said)] == [True] * 3
+    assert all("but 3 ranks share the experts" in of_rank[5][1] for of_rank in results)
     assert [code[4:] for code in codes] == [[generate.USAGE] * 2] * 3
     assert Path("ranks.jsonl").read_bytes() == Path("one.jsonl").read_bytes()
     assert Path("few-ranks.jsonl").read_bytes() == Path("few-one.jsonl").read_bytes()
@@ -113,6 +117,36 @@ def test_ranks_write_the_bytes_of_one_rank(tmp_path: Path, monkeypatch: pytest.M
             *(f"{name}.jsonl.job.json" for name in ("one", "few-one", "ranks", "few-ranks")),
         ]
     )
+
+
+def test_what_one_rank_alone_meets_before_the_others_is_said_by_all(tmp_path: Path) -> None:
+    """Two torchruns stand for two nodes, of which the second lacks the input."""
+    (tmp_path / "second").mkdir()
+    write(tmp_path / "in.jsonl", {"prompt": "And", "max_tokens": 2})
+    where = ["--nnodes=2", "--master-addr=127.0.0.1", f"--master-port={free_port()}", "--nproc-per-node=1"]
+    words = ["-m", "launch.generate", "input=in.jsonl", f"output={tmp_path}/out.jsonl", "engine.device=cpu"]
+    begin = time.monotonic()
+    nodes = [
+        subprocess.Popen(
+            [sys.executable, "-m", "torch.distributed.run", *where, f"--node-rank={node}", *words],
+            env={**os.environ, "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
+            cwd=tmp_path / ("second" if node else "."),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for node in range(2)
+    ]
+    try:
+        texts = [node.communicate(timeout=150)[0] for node in nodes]
+    finally:
+        for node in nodes:
+            node.kill()
+    missing = "input=in.jsonl"
+    assert [node.returncode for node in nodes] == [1, 1], texts
+    assert f"error on rank 0: rank 1: {missing}" in texts[0], texts[0]
+    assert f"error on rank 1: {missing}" in texts[1], texts[1]
+    assert time.monotonic() - begin < 140  # the start of two torchruns, and not parallel.timeout_s, ten minutes
 
 
 FAULTY = """
