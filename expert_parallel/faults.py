@@ -90,7 +90,8 @@ class FaultWatch:
             self._heard = self.store.get(_KEY).decode()
             self.store.set(f"{_KEY}/heard/{self.ranks.values.rank}", "yes")
         except RuntimeError:
-            return self._heard or "the rank that serves the store is gone"
+            served = "torchrun" if self.ranks.values.agent_has_store else "rank 0"
+            return self._heard or f"{served}: it served the ranks' store, and is gone"
         return self._heard
 
     def _wait_until_heard(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -186,3 +187,17 @@ def test_who_told_a_fault_need_not_hear_it() -> None:
     (first, waited_s), (second, _) = run_ranks(tell_and_hear, 2, free_port(), joined=False)
     assert first == second == "rank 1: ArithmeticError: the cause"
     assert waited_s < 40.0
+
+
+@pytest.mark.parametrize(("agent_has_store", "who"), [(True, "torchrun"), (False, "rank 0")])
+def test_who_served_the_store_that_is_gone_is_named(agent_has_store: bool, who: str) -> None:
+    def broken(*_: object) -> bool:
+        raise RuntimeError("Connection reset by peer")
+
+    watch = FaultWatch.__new__(FaultWatch)
+    values = SimpleNamespace(rank=1, agent_has_store=agent_has_store)
+    watch.ranks = SimpleNamespace(values=values)  # pyright: ignore
+    watch.store, watch._heard = SimpleNamespace(check=broken), None  # pyright: ignore
+    assert watch.told() == f"{who}: it served the ranks' store, and is gone"
+    watch._heard = "rank 2: ValueError: the cause"
+    assert watch.told() == "rank 2: ValueError: the cause"

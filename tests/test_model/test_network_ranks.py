@@ -77,6 +77,8 @@ def take_all_steps(rank: int, num_ranks: int, folder: Path, parallels: Sequence[
         ("mixtral-window", 2, None),
         ("deepseek_v3", 3, 24),  # experts do not divide evenly, several rounds
         ("mixtral-window", 5, None),  # a rank without an expert
+        ("qwen3_moe", 4, 16),
+        ("deepseek_v2-groups", 2, None),
     ],
 )
 def test_rows_have_the_bits_of_one_rank(variant: str, num_ranks: int, row_cap: int | None, tmp_path: Path) -> None:
