@@ -6,7 +6,7 @@ change a placement and the table of that layer, in place: captured graphs go on 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from copy import copy
 
 import torch
@@ -37,6 +37,12 @@ class ExpertLayout:
         self.placements = dict(placements)
         self.dispatchers = dict(dispatchers)
         self.replicas = dict(replicas)
+
+    @classmethod
+    def whole(cls, layers: Sequence[int], num_experts: int, device: torch.device | str) -> ExpertLayout:
+        """One rank holds every expert of these layers, in order; where there is no such layer, one is made up."""
+        placement = Placement.contiguous(num_experts, num_ranks=1)
+        return cls.local(dict.fromkeys(layers or (0,), placement), 0, device)
 
     @classmethod
     def local(cls, placements: Mapping[int, Placement], rank: int, device: torch.device | str) -> ExpertLayout:

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from expert_parallel.layout import ExpertLayout
-from expert_parallel.placement import Placement
 from kernels.rmsnorm import Norm
 from kv_cache.layout import LayerCache
 from moe.model.block import Block
@@ -64,9 +63,7 @@ class CausalLM:
         self.dtype = dtype
         self.device = device
         self.max_model_len = max_model_len
-        if layout is None:
-            whole = Placement.contiguous(config.moe.num_experts, num_ranks=1)
-            layout = ExpertLayout.local(dict.fromkeys(config.layers_with_experts or (0,), whole), 0, device)
+        layout = layout or ExpertLayout.whole(config.layers_with_experts, config.moe.num_experts, device)
         self.layout = layout
         self.offload = offload
         self.load: LoadCounter | None = None

@@ -87,7 +87,7 @@ def load_model(
     if device.type == "cuda":
         forbid_split_k()
     if spread is None:
-        layout = ExpertLayout.local(first_placements(config, BalanceConfig(), num_ranks=1), 0, device)
+        layout = ExpertLayout.whole(config.layers_with_experts, config.moe.num_experts, device)
         group, overlap = None, NO_OVERLAP
     else:
         layout, group = _layout(spread, config, device), spread.group
