@@ -55,6 +55,9 @@ _KEPT_WAITS = 4096
 class CopyEngine(Protocol):
     """Tickets are the engine's own; they may be waited for any number of times, also when long passed."""
 
+    kernels_read_host: bool
+    """Whether kernels of the device may read the sources too."""
+
     def copy(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> Any:
         """Start to copy each source into its target; the ticket lands when all of them have."""
         ...
@@ -92,6 +95,8 @@ class CopyEngine(Protocol):
 
 class ImmediateEngine(CopyEngine):
     """Copies at once, on the thread that asks: on the CPU, whose products are over when their call returns."""
+
+    kernels_read_host = False  # there are none
 
     def __init__(self) -> None:
         self._figures = CopyFigures()
@@ -161,6 +166,8 @@ class CudaEngine(CopyEngine):
 
     Times come from events that are read when they have passed, so that counting waits for nothing.
     """
+
+    kernels_read_host = True
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

@@ -61,6 +61,12 @@ class HeldSlots:
         if slots:
             self.buffer.fill(self.layer, slots, places)
 
+    def adopt(self, slots: Sequence[int | None]) -> None:
+        """These are in the places: somebody else brought them there, and nothing is on its way."""
+        self.slots = list(slots)
+        self.place_of = {slot: place for place, slot in enumerate(slots) if slot is not None}
+        self.buffer.adopt([None if slot is None else (self.layer, slot) for slot in slots])
+
     def places_for(self, number: int, keep: Collection[int]) -> list[int]:
         """Up to `number` places whose slots are not in `keep`, in the order in which they are best given up."""
         free = [place for place, slot in enumerate(self.slots) if slot is None]

@@ -135,6 +135,12 @@ class SlotBuffer:
             self._used[place] = used
         self._handed_out.difference_update(places)
 
+    def adopt(self, tags: Sequence[tuple[int, int] | None]) -> None:
+        """This is in the places, nothing is on its way, and whoever brought it waited for those who read."""
+        assert not self._handed_out, f"places {sorted(self._handed_out)} were handed to products that are not launched"
+        self.tags = list(tags)
+        self._landed, self._used = [None] * len(self.tags), [None] * len(self.tags)
+
     def forget(self, places: Iterable[int]) -> None:
         """What is there is of no use any more."""
         for place in places:

@@ -41,6 +41,8 @@ class Reading:
 class SimulatedEngine(CopyEngine):
     """`most_late`: operations that a copy or a product takes at the most, drawn anew for each; from a seed."""
 
+    kernels_read_host = False
+
     def __init__(self, most_late: int = 6, seed: int = 0) -> None:
         self.most_late = most_late
         self.random = random.Random(seed)

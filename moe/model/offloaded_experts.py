@@ -7,13 +7,16 @@ held_slots.py and copy_engine.py of expert_parallel/. Of each layer some slots a
                         waits for nothing, and the copies never pause
     in the cache way    those that have rows: the host reads the offsets, lets the missing ones take the place of held
                         ones that have none, and, where that does not do, passes the rest through the buffers; then it
-                        fetches what the next layer will likely ask for. Products of slots that are there start at once.
+                        fetches what the next layer will likely ask for. Products of slots that are there start at once
+    where kernels can   the same, decided and copied on the device (device_slots.py): the host waits for nothing
+    read host memory
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -23,11 +26,12 @@ from torch import Tensor
 
 from expert_parallel.chunk_stream import ChunkStream
 from expert_parallel.copy_engine import CopyEngine, CopyFigures
+from expert_parallel.device_slots import DeviceSlots
 from expert_parallel.dispatcher import ExpertInput
 from expert_parallel.held_slots import HeldSlots, SlotFigures
 from expert_parallel.offload_figures import OffloadFigures
 from expert_parallel.offload_plan import OffloadPlan
-from expert_parallel.slot_buffer import SlotBuffer
+from expert_parallel.slot_buffer import HostSource, SlotBuffer
 from kernels.quantize import FP8
 from moe.model.host_experts import HostExperts
 from moe.model.slot_products import Fp8Products, PlainProducts, SlotProducts
@@ -64,6 +68,12 @@ class Offload:
         self.staging = (buffer(plan.staging_slots), buffer(plan.staging_slots))
         self.stream = ChunkStream(layers, self.staging, lambda layer: self.held[layer].passing())
         self.experts = {layer: OffloadedExperts(self, self.held[layer]) for layer in layers}
+        self.on_device: DeviceSlots | None = None  # the cache way's tables, where they are there
+        tensors = {layer: held.buffer.tensors for layer, held in self.held.items()}
+        serves = engine.kernels_read_host and DeviceSlots.serves(plan.num_slots, tensors[layers[0]])
+        if serves and isinstance(host.source, HostSource):
+            self.on_device = DeviceSlots(tensors, host.source.bundles, plan.num_slots)
+        self._table: dict[int, Sequence[int | None]] = {}  # logical experts by slot
 
     @property
     def gpu_bytes(self) -> int:
@@ -83,7 +93,7 @@ class Offload:
 
     def connect(self, gates: Mapping[int, Gate], experts: Mapping[int, Sequence[int | None]]) -> None:
         """Each layer guesses what the next one asks for, by that one's gate on its own rows. `experts[layer][slot]`."""
-        layers = list(self.held)
+        layers, self._table = list(self.held), dict(experts)
         for layer, following in pairwise(layers):
             self.experts[layer].following = Following(self.held[following], gates[following], experts[following])
 
@@ -94,6 +104,8 @@ class Offload:
             for at in range(0, len(first), at_a_time):
                 held.fetch(first[at : at + at_a_time], first[at : at + at_a_time])
         self.engine.drain()
+        for layer in self.held:
+            self._tell_device(layer)
         self.engine.reset()
 
     def place(self, layer: int, before: Sequence[int | None], experts: Sequence[int | None]) -> None:
@@ -101,21 +113,40 @@ class Offload:
 
         Where bytes in host memory changed for it, the copies were drained before they did.
         """
+        self.settle()
         self.stream.give_up()
         self.host.source.place(layer, experts)
         self.held[layer].forget([slot for slot in range(len(experts)) if experts[slot] != before[slot]])
+        self._table[layer] = experts
+        self._tell_device(layer)
         for each in self.experts.values():
             if each.following is not None and each.following.held.layer == layer:
                 each.following.place(experts)
 
+    def settle(self) -> None:
+        """What the device brought to the held places by itself is known here. Waits for it if there was any."""
+        if self.on_device is not None and self.on_device.was_called:
+            for layer, slots in self.on_device.slots().items():
+                self.held[layer].adopt(slots)
+
+    def _tell_device(self, layer: int) -> None:
+        if self.on_device is not None:
+            _, rows = self.host.source.find(layer, range(self.plan.num_slots))
+            self.on_device.put(layer, self.held[layer].slots, rows, self._table[layer])
+
     def statistics(self) -> OffloadFigures:
-        """Since `fill` or `reset`, of all layers. Waits for nobody."""
-        layers = [OffloadFigures(held.figures, CopyFigures()) for held in self.held.values()]
-        return OffloadFigures.together([*layers, OffloadFigures(SlotFigures(), self.engine.figures())])
+        """Since `fill` or `reset`, of all layers. Waits for the device where that counts."""
+        parts = [OffloadFigures(held.figures, CopyFigures()) for held in self.held.values()]
+        parts.append(OffloadFigures(SlotFigures(), self.engine.figures()))
+        if self.on_device is not None:
+            parts.append(OffloadFigures(self.on_device.slot_figures(), self.on_device.copy_figures()))
+        return OffloadFigures.together(parts)
 
     def reset(self) -> None:
         """Count from here on. Waits for the device."""
         self.engine.reset()
+        if self.on_device is not None:
+            self.on_device.reset()
         for held in self.held.values():
             held.figures = SlotFigures()
 
@@ -156,10 +187,26 @@ class OffloadedExperts:
         products = (Fp8Products if self.offload.fp8 else PlainProducts)(inputs, self.offload.width)
         if inputs.num_rows:
             if self.offload.plan.streams(inputs.num_rows):
+                self.offload.settle()
                 self._stream(inputs, products)
+            elif self.offload.on_device is not None:
+                self._cache_on_device(self.offload.on_device, inputs, products)
             else:
                 self._cache(inputs, products)
         return products.y_RD
+
+    def _cache_on_device(self, slots: DeviceSlots, inputs: ExpertInput, products: SlotProducts) -> None:
+        """Guesses are copied behind what this call misses, beside its last products."""
+        held, following, routed = self.held, self.following, slots.mark()
+        last = slots.num_rounds(inputs.num_rows) - 1
+        for number in range(last + 1):
+            ranges_G2 = slots.bring(held.layer, inputs.offsets_S1, first=number == 0)
+            if number == last and following is not None and self._is_few(inputs):
+                layers = {"layer": following.held.layer, "before": held.layer}
+                # Without an index, rows past the last slot's mean nothing.
+                last_1 = inputs.offsets_S1[-1:] if inputs.row_index_R is None else None
+                slots.look_ahead(**layers, guess=partial(following.guess, inputs), behind=routed, last_1=last_1)
+            products.multiply(held.buffer.tensors, ranges_G2)
 
     def _stream(self, inputs: ExpertInput, products: SlotProducts) -> None:
         """Held slots, then all others as they come. Ranges are gathered on the device."""
@@ -236,15 +283,18 @@ class OffloadedExperts:
 
     def _read(self, inputs: ExpertInput) -> tuple[list[tuple[int, int]], list[int]]:
         """(the rows of each slot, logical experts that the next layer may ask for). Waits for the device, once."""
-        # With as many rows as slots nearly everything is asked for, and a guess says nothing.
-        few = inputs.num_rows < self.offload.plan.num_slots
-        ids_XK = self.following.guess(inputs) if self.following is not None and few else None
+        following = self.following if self._is_few(inputs) else None
+        ids_XK = None if following is None else following.guess(inputs)
         numbers = [inputs.offsets_S1] if ids_XK is None else [inputs.offsets_S1, ids_XK.flatten()]
         flat = torch.cat(numbers).tolist()
         ends, ids = flat[: len(inputs.offsets_S1)], flat[len(inputs.offsets_S1) :]
         if ids_XK is not None and inputs.row_index_R is None:
             ids = ids[: ends[-1] * ids_XK.shape[1]]  # rows past the last slot's mean nothing
         return list(pairwise(ends)), ids
+
+    def _is_few(self, inputs: ExpertInput) -> bool:
+        """With as many rows as slots nearly everything is asked for, and a guess says nothing."""
+        return inputs.num_rows < self.offload.plan.num_slots
 
 
 @dataclass(frozen=True)

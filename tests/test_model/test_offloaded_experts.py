@@ -12,9 +12,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from expert_parallel.copy_engine import CopyEngine, make_engine
+from expert_parallel import device_slots
+from expert_parallel.copy_engine import CopyEngine, ImmediateEngine, make_engine
+from expert_parallel.device_slots import DeviceSlots
 from expert_parallel.disk_source import DiskSource
+from expert_parallel.dispatcher import ExpertInput
 from expert_parallel.offload_plan import OffloadPlan
+from kernels.fetch_bundles import fetch_bundles_reference, num_pieces
+from kernels.slot_places import Places
 from moe.model.causal_lm import CausalLM
 from moe.model.load_model import load_model
 from moe.model.offload_setup import MakeEngine
@@ -143,6 +148,13 @@ def test_experts_that_stay_on_disk(tmp_path: Path, variant: str, options: dict[s
 class WrongFollowing(Following):
     """Guesses nothing but experts that will not be asked for, as far as it can know: those that the gate ranks last."""
 
+    def guess(self, inputs: ExpertInput) -> Tensor | None:
+        ids_XK = super().guess(inputs)
+        if self.held.buffer.engine.kernels_read_host and ids_XK is not None:
+            ids = [expert for expert in range(E) if expert not in ids_XK]
+            ids_XK = torch.tensor([(ids * E)[: ids_XK.numel()]], dtype=torch.int32) if ids else None
+        return ids_XK
+
     def look_ahead(self, expert_ids: Sequence[int]) -> None:
         super().look_ahead([expert for expert in range(E) if expert not in expert_ids])
 
@@ -172,12 +184,111 @@ def test_C26_C30_fifty_runs_with_late_copies_poisoned_slots_and_wrong_guesses(tm
     assert num_early > 500 and num_held_up > 200 and num_in_vain > 50, (num_early, num_held_up, num_in_vain)
 
 
+class KernelEngine(ImmediateEngine):
+    """The cache way decides as on a GPU, by the definitions of its kernels."""
+
+    kernels_read_host = True
+
+
+class LateFetches:
+    """Copies of guesses go on until somebody waits for them: by then some are over, some half done and some not begun,
+    and their places hold NaN. In a place that a call fetches to is NaN before."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.num_called_off = self.num_half = 0
+        self._pending: dict[int, tuple[Places, Sequence[Tensor], Sequence[Tensor]]] = {}
+        monkeypatch.setattr(device_slots, "fetch_bundles", self.fetch)
+        join = DeviceSlots._join
+
+        def late_join(slots: DeviceSlots, mine: Any) -> None:
+            join(slots, mine)
+            self.land(mine.places)
+
+        monkeypatch.setattr(DeviceSlots, "_join", late_join)
+
+    def fetch(
+        self, places: Places, sources: Sequence[Tensor], targets: Sequence[Tensor], *, before: Places | None = None
+    ) -> None:
+        kind, num = ("fetch", int(places.numbers[0])) if before is None else ("ahead", int(places.numbers[1]))
+        to = places.part(f"{kind}_place")[:num].tolist()
+        if before is None:
+            poison_rows(targets, to)
+            fetch_bundles_reference(places, sources, targets)
+            return
+        begun = self.random.randint(0, num)
+        poison_rows(targets, to[:begun])
+        places.part("ahead_state")[:begun] = 1
+        places.part("ahead_pieces")[:begun] = torch.tensor([self.random.randint(0, 2) for _ in range(begun)])
+        over = [at for at in range(begun) if places.part("ahead_pieces")[at] >= num_pieces(targets)]
+        copy_listed(places, sources, targets, over)
+        self._pending[id(places)] = (places, sources, targets)
+
+    def land(self, places: Places) -> None:
+        """What was not called off comes; of what was, a place that was begun keeps its NaN."""
+        found = self._pending.pop(id(places), None)
+        if found is not None:
+            state = places.part("ahead_state")[: int(places.numbers[1])].tolist()
+            pieces = places.part("ahead_pieces").tolist()
+            self.num_called_off += state.count(2)
+            self.num_half += sum(each == 2 and 0 < pieces[at] < num_pieces(found[2]) for at, each in enumerate(state))
+            copy_listed(*found, [at for at, each in enumerate(state) if each != 2])
+
+
+def copy_listed(places: Places, sources: Sequence[Tensor], targets: Sequence[Tensor], which: Sequence[int]) -> None:
+    """Those of the list of guesses."""
+    for source, target in zip(sources, targets):
+        for at in which:
+            target[places.part("ahead_place")[at]] = source[places.part("ahead_row")[at]]
+
+
+def poison_rows(targets: Sequence[Tensor], rows: Sequence[int]) -> None:
+    """NaN in bf16, fp32 and e4m3 alike, whatever integers these are seen as."""
+    for target in targets:
+        for row in rows:
+            target[row].view(torch.uint8).fill_(0xFF)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_tables_on_the_device_give_the_answers_of_the_resident_model(tmp_path: Path, variant: str) -> None:
+    write_variant(tmp_path, variant)
+    expected = all_logits(load(tmp_path))
+    for regime, held in (("cache", 3), ("auto", 2)):
+        model = load(tmp_path, plan_of(regime, held, staging=2), lambda device: KernelEngine())
+        assert model.offload is not None and model.offload.on_device is not None
+        assert_all_same(all_logits(model), expected)
+        assert model.offload.statistics().slots.hits > 3
+
+
+def test_C26_C30_tables_on_the_device_late_copies_and_wrong_guesses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One to six places of eight experts, every third run with guesses that are wrong; most copies of guesses are half
+    done when they are called off or waited for."""
+    write_variant(tmp_path, "qwen3_moe")
+    expected = all_logits(load(tmp_path))
+    num_called_off = num_half = 0
+    for run in range(24):
+        late = LateFetches(monkeypatch, run)
+        model = load(tmp_path, plan_of("cache" if run % 4 else "auto", 1 + run % 6, 2), lambda device: KernelEngine())
+        assert model.offload is not None
+        if run % 3 == 0:
+            for each in model.offload.experts.values():
+                if each.following is not None:
+                    each.following.__class__ = WrongFollowing
+        assert_all_same(all_logits(model), expected)
+        num_called_off += late.num_called_off
+        num_half += late.num_half
+        monkeypatch.undo()
+    assert num_called_off > 100 and num_half > 15, (num_called_off, num_half)
+
+
 def test_what_a_slot_held_is_forgotten_when_another_expert_comes_behind_it(tmp_path: Path) -> None:
     """Bytes of two experts change places in host memory, as moves do it: results follow, in both ways."""
     write_variant(tmp_path, "qwen3_moe")
-    for regime in ("cache", "stream"):
+    for regime, copies in (("cache", simulated()), ("stream", simulated()), ("auto", lambda device: KernelEngine())):
         changed = load(tmp_path)
-        model = load(tmp_path, plan_of(regime, 3, 2), simulated())
+        model = load(tmp_path, plan_of(regime, 3, 2), copies)
         all_logits(model)
         assert model.offload is not None
         engine_of(model).drain()

@@ -1,0 +1,177 @@
+"""The slots that stay on a GPU and those that come in for others, decided and copied by the GPU itself.
+
+Knows layers, places and streams; knows nothing of what is computed. The tables of slot_places.py are on the device, and
+kernels read missing bundles from pinned host memory: no step waits for the host, which only launches. For each layer:
+
+    main stream    place l   fetch l   products l .... attention l + 1    place l + 1   (landed)   fetch l + 1
+    side stream       guess l + 1      copy what was guessed ............................|
+
+`place` calls off guesses that were wrong, so that what is asked for never waits behind them for long. Nothing is read
+before it has landed: products come behind `fetch`, which waits for the side stream. Nothing is overwritten while it is
+read: the last products of a layer come before its next guesses. The tables say which slot is in which place; ranges are
+made from them alone, so a product reads no place whose slot is not the one it wants.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from expert_parallel.copy_engine import CopyFigures
+from expert_parallel.held_slots import SlotFigures
+from expert_parallel.slot_buffer import Bundle
+from kernels.fetch_bundles import MOST_TENSORS, fetch_bundles, flat_rows, num_pieces
+from kernels.slot_places import COUNTS, STAMPS, TIMES, Places, guess_ahead, numbers_length, place_slots
+
+SlotTable = Sequence[int | None]
+"""By place the slot in it, or by slot the expert behind it."""
+
+
+@dataclass
+class _Layer:
+    places: Places
+    sources: list[Tensor]
+    targets: list[Tensor]
+    # Of guesses that no call has come for: listed, and copied; what the side stream reads for them lives until then.
+    listed: torch.cuda.Event | None = None
+    landed: torch.cuda.Event | None = None
+    reads: list[object] = field(default_factory=list)
+
+
+class DeviceSlots:
+    """`held[layer]`: tensors [G, ...] on the device; `hosts[layer]`: the same bundles' rows in host memory, pinned."""
+
+    def __init__(self, held: Mapping[int, Bundle], hosts: Mapping[int, Bundle], num_slots: int) -> None:
+        first = next(iter(held.values()))
+        self.num_slots, self.num_places = num_slots, first[0].shape[0]
+        self.bundle_bytes = sum(tensor[0].nbytes for tensor in first)
+        device = first[0].device
+        size = numbers_length(num_slots, self.num_places)
+        self._numbers_LX = torch.zeros((len(held), size), dtype=torch.int32, device=device)
+        self._shares_LS1 = torch.zeros((len(held), num_slots + 1), device=device)
+        self._counts_LX = torch.zeros(
+            (len(held), len(COUNTS) + len(TIMES) + len(STAMPS)), dtype=torch.int64, device=device
+        )
+        self._shares_LS1[:, -1] = 1.0  # before anything is known a guess counts as right, and no slot as used
+        self._layers: dict[int, _Layer] = {}
+        for at, (layer, tensors) in enumerate(held.items()):
+            tables = (self._numbers_LX[at], self._shares_LS1[at], self._counts_LX[at])
+            places = Places(*tables, num_slots, self.num_places)
+            for name in ("slot_at", "place_of"):
+                places.part(name).fill_(-1)
+            targets = [flat_rows(tensor) for tensor in tensors]
+            self._layers[layer] = _Layer(places, [flat_rows(tensor) for tensor in hosts[layer]], targets)
+        self.pieces = num_pieces(next(iter(self._layers.values())).targets)
+        self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.was_called = False  # since `slots`: the tables may have changed
+
+    @staticmethod
+    def serves(num_slots: int, held: Bundle) -> bool:
+        """Whether there are places, and tables and tensors of a size that the kernels take."""
+        return held[0].shape[0] > 0 and num_slots < 1024 and len(held) <= MOST_TENSORS
+
+    def put(self, layer: int, slots: SlotTable, rows: Sequence[int], experts: SlotTable) -> None:
+        """Which slot is in each place, in which row of host memory each slot's bundle is, and which expert it is of."""
+        places = self._layers[layer].places
+        place_of = [-1] * self.num_slots
+        for place, slot in enumerate(slots):
+            if slot is not None:
+                place_of[slot] = place
+        for name, numbers in (
+            ("slot_at", [-1 if slot is None else slot for slot in slots]),
+            ("place_of", place_of),
+            ("row_of", list(rows)),
+            ("expert_of", [-2 if expert is None else expert for expert in experts]),
+        ):
+            places.part(name).copy_(torch.tensor(numbers, dtype=torch.int32))
+        places.numbers[:4] = 0  # guesses are of what was there
+
+    def slots(self) -> dict[int, SlotTable]:
+        """The slot in each place of every layer. Waits for the device."""
+        for mine in self._layers.values():
+            self._join(mine)
+        tables = torch.stack([mine.places.part("slot_at") for mine in self._layers.values()]).tolist()
+        self.was_called = False
+        return {
+            layer: [None if slot < 0 else slot for slot in table]
+            for layer, table in zip(self._layers, tables, strict=True)
+        }
+
+    def num_rounds(self, num_rows: int) -> int:
+        """That a call of so many rows can need; one that nothing is left for changes nothing."""
+        return -(-min(self.num_slots, num_rows) // self.num_places)
+
+    def bring(self, layer: int, offsets_S1: Tensor, *, first: bool) -> Tensor:
+        """ranges int32 [G, 2] of the first or the next round of a call: products launched before the next is asked for
+        may read them, and the places whose rows they name."""
+        mine, self.was_called = self._layers[layer], True
+        if first:
+            self._wait(mine.listed)
+        place_slots(mine.places, offsets_S1, pieces=self.pieces, first=first)
+        self._join(mine)
+        fetch_bundles(mine.places, mine.sources, mine.targets)
+        return mine.places.part("ranges")
+
+    def mark(self) -> torch.cuda.Event | None:
+        """What was launched so far, as what `look_ahead` begins behind."""
+        return None if self._side is None else torch.cuda.current_stream(self._side.device).record_event()
+
+    def look_ahead(
+        self,
+        layer: int,
+        before: int,
+        *,
+        guess: Callable[[], Tensor | None],
+        behind: torch.cuda.Event | None,
+        last_1: Tensor | None,
+    ) -> None:
+        """Copy what a layer's next call will likely ask for beside what is launched from here on on this stream.
+
+        `guess` launches what gives logical experts [X, K] (of rows before last_1[0]), `behind` a mark, and holds what
+        that reads. `before`: the layer whose call this is.
+        """
+        mine, fetched = self._layers[layer], self.mark()
+        with torch.cuda.stream(self._side) if self._side is not None else contextlib.nullcontext():
+            self._wait(behind)
+            ids_XK = guess()
+            if ids_XK is None:
+                return
+            guess_ahead(mine.places, ids_XK, last_1)
+            mine.listed = self.mark()
+            self._wait(fetched)
+            fetch_bundles(mine.places, mine.sources, mine.targets, before=self._layers[before].places)
+            mine.landed = self.mark()
+        mine.reads += [guess, ids_XK, last_1]
+
+    def slot_figures(self) -> SlotFigures:
+        """Of all layers. Waits for the device."""
+        counts = dict(zip(COUNTS, self._counts_LX[:, : len(COUNTS)].sum(0).tolist()))
+        del counts["fetched"], counts["ahead"]
+        return SlotFigures(**counts)
+
+    def copy_figures(self) -> CopyFigures:
+        """Of all layers; times up to each one's last call but one. Waits for the device."""
+        counts = dict(zip(COUNTS + TIMES, self._counts_LX[:, : len(COUNTS) + len(TIMES)].sum(0).tolist()))
+        num_copies = counts["fetched"] + counts["ahead"]
+        begun_L, ended_L = self._counts_LX[:, len(COUNTS) + 3 : len(COUNTS) + 5].T.tolist()
+        span = max(ended_L) - min((begun for begun in begun_L if begun), default=max(ended_L))
+        busy, stall, due = (counts[name] / 1e9 for name in ("busy", "stall", "due"))
+        return CopyFigures(num_copies, num_copies * self.bundle_bytes, busy, span / 1e9, stall, due)
+
+    def reset(self) -> None:
+        """Count from here on."""
+        self._counts_LX.zero_()
+
+    def _join(self, mine: _Layer) -> None:
+        """What is launched from here on comes after the copies of guesses."""
+        self._wait(mine.landed)
+        mine.listed = mine.landed = None
+        mine.reads.clear()
+
+    def _wait(self, event: torch.cuda.Event | None) -> None:
+        if event is not None and self._side is not None:
+            torch.cuda.current_stream(self._side.device).wait_event(event)
