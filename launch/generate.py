@@ -35,7 +35,7 @@ from launch.job_run import JobEnd, JobRun
 from launch.stop_signals import Interrupted, StopSignals, signal_name
 from moe.batch.job import TOO_MANY_ERRORS
 from moe.batch.job_files import JobFiles, job_files
-from moe.batch.lines import Line, read_lines
+from moe.batch.lines import InputFault, Line, read_lines
 from moe.batch.monitor import Monitor
 from moe.batch.report import JobReport
 from moe.batch.resume import unfinished
@@ -133,17 +133,20 @@ def _report_fault(error: BaseException, team: Team | None, files: JobFiles, job:
         logger.exception("the job met a fault%s", where)
     print(f"error{where}: {'' if own else 'ended by '}{told}", file=sys.stderr)
     if team is None or team.rank == 0:
-        _say_how_to_go_on(files, job.num_done)
+        # A file that was mended is another input, and whoever mended it knows that its lines are the same.
+        mended = isinstance(error, InputFault) and files.source.rereadable
+        _say_how_to_go_on(files, job.num_done, " with job.resume=force" if mended else "")
     monitor.finish(None, outcome="fault", fault=f"{'' if own else 'ended by '}{told}" or type(error).__name__)
     if isinstance(error, KeyboardInterrupt):
         return BY_SIGNAL + (error.number if isinstance(error, Interrupted) else signal.SIGINT)
     return USAGE if own and isinstance(error, ValueError) else FAULT
 
 
-def _say_how_to_go_on(files: JobFiles, num_done: int) -> None:
-    if unfinished(files.run):
+def _say_how_to_go_on(files: JobFiles, num_done: int, also: str = "") -> None:
+    """Where there is something to go on from: not where a run was refused, or ended before its first record."""
+    if num_done and unfinished(files.run):
         print(
-            f"{num_done:,} records are whole in {files.run.base}.journal-*; the same command goes on from there",
+            f"{num_done:,} records are whole in {files.run.base}.journal-*; the same command{also} goes on from there",
             file=sys.stderr,
         )
 

@@ -94,22 +94,24 @@ class JournalReader:
         self.damaged = 0
 
     def header(self) -> Header | None:
-        """Whose journal it is; None for one that was killed before it held anything. JournalError: not one of ours."""
-        with self.path.open("rb") as file:
-            raw = file.readline()
+        """Whose journal it is; None for one that was killed before it held anything. JournalError: not one of ours, or
+        not to be read."""
+        try:
+            with self.path.open("rb") as file:
+                raw = file.readline()
             if not raw.endswith(b"\n"):
                 return None
-        entry = parse_frame(raw)
-        try:
+            entry = parse_frame(raw)
             if entry is None or entry.kind != HEADER_KIND:
                 raise ValueError("its first line is damaged")
             content = json.loads(entry.record)
             if not isinstance(content, dict) or content.pop("journal", None) != FORMAT:
                 raise ValueError(f"this version reads and writes format {FORMAT} alone")
             return Header(**content)
-        except (ValueError, TypeError, RecursionError) as error:
+        except (ValueError, TypeError, RecursionError, OSError) as error:
+            reason = error.strerror if isinstance(error, OSError) else error
             raise JournalError(
-                f"{self.path} is no journal that can be used: {error}; move it away, or give job.overwrite=true "
+                f"{self.path} is no journal that can be used: {reason}; move it away, or give job.overwrite=true "
                 "job.resume=never to drop what unfinished runs left."
             ) from error
 

@@ -122,7 +122,7 @@ class JournalWriter:
 
 def is_being_written(path: Path) -> bool:
     """Whether a living process holds the journal. Where the file system knows no locks, nobody does."""
-    with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
+    with contextlib.suppress(OSError), path.open("rb") as file:  # one that cannot be read is for its reader to tell
         try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except OSError as error:

@@ -187,12 +187,12 @@ def dump_line(record: dict[str, Any]) -> bytes:
     return content + b"\n"
 
 
-def content_of(record: dict[str, Any]) -> bytes:
-    """The record as JSON without spaces, keys in its own order: equal bytes for equal records alone."""
+def content_of(value: Any) -> bytes:
+    """A value as JSON without spaces, keys in its own order: equal bytes for equal values alone."""
     try:
-        return _ENCODE(record)
+        return _ENCODE(value)
     except UnicodeEncodeError:  # half of a surrogate pair, in the id of a line that could not be read
-        return _escaped(_ENCODER_OF_HALVES.encode(record))
+        return _escaped(_ENCODER_OF_HALVES.encode(value))
 
 
 def _escaped(text: str) -> bytes:

@@ -23,7 +23,9 @@ from moe.batch.run_files import RunFiles
 class OutputWriter(Protocol):
     """One file of the output being written."""
 
-    def write(self, record: bytes) -> None: ...
+    def write(self, number: int, record: bytes) -> None:
+        """The record of the line with that number."""
+        ...
 
     def close(self) -> None: ...
 
@@ -34,7 +36,7 @@ class LineOutput:
     def __init__(self, path: Path) -> None:
         self._file = path.open("wb", buffering=1 << 20)
 
-    def write(self, record: bytes) -> None:
+    def write(self, number: int, record: bytes) -> None:
         self._file.write(record)
 
     def close(self) -> None:
@@ -65,7 +67,7 @@ def put_together(files: RunFiles, fingerprint: dict[str, str], seen: Ledger) -> 
             try:
                 num_records += _write(_writer_of(files, final), reader.at(islice(places, size)))
             except OSError as error:
-                with contextlib.suppress(OSError):
+                with contextlib.suppress(OSError, ValueError):
                     files.drop_partials()  # all can be made again, and others may need the space
                 reason = "the disk is full" if error.errno == errno.ENOSPC else error.strerror or str(error)
                 raise OSError(
@@ -93,7 +95,7 @@ def _write(writer: OutputWriter, entries: Iterator[Entry]) -> int:
     count = 0
     try:
         for entry in entries:
-            writer.write(entry.record)
+            writer.write(entry.number, entry.record)
             count += 1
     finally:
         writer.close()

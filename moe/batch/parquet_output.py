@@ -10,6 +10,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+from moe.batch.lines import content_of
+
 GROUP_BYTES = 32 << 20
 GROUP_RECORDS = 50_000
 COLUMNS = {
@@ -50,8 +52,8 @@ class ParquetOutput:
         self._rows: list[dict[str, Any]] = []
         self._num_bytes = 0
 
-    def write(self, record: bytes) -> None:
-        self._rows.append(row_of(json.loads(record), record))
+    def write(self, number: int, record: bytes) -> None:
+        self._rows.append(row_of(number, json.loads(record), record))
         self._num_bytes += len(record)
         if self._num_bytes >= GROUP_BYTES or len(self._rows) >= GROUP_RECORDS:
             self._write_group()
@@ -70,9 +72,10 @@ class ParquetOutput:
         self._rows, self._num_bytes = [], 0
 
 
-def row_of(record: dict[str, Any], raw: bytes) -> dict[str, Any]:
-    """The columns of a record of either form; what it lacks is null. Of several samples `text` is the first."""
-    row: dict[str, Any] = {"record": raw.decode("utf-8").removesuffix("\n"), "line": record.get("line")}
+def row_of(number: int, record: dict[str, Any], raw: bytes) -> dict[str, Any]:
+    """The columns of the record of line `number`, of either form; what it lacks is null. Of several samples `text` is
+    the first."""
+    row: dict[str, Any] = {"record": raw.decode("utf-8").removesuffix("\n"), "line": number}
     row["id"] = _id(record.get("custom_id") if "custom_id" in record else record.get("id"))
     error = record.get("error")
     if error is not None:
@@ -89,10 +92,10 @@ def row_of(record: dict[str, Any], raw: bytes) -> dict[str, Any]:
 
 
 def _id(value: Any) -> str | None:
-    """Ids of any JSON type in one column: a text as it is, anything else as JSON."""
+    """Ids of any JSON type in one column: a text as it is, anything else as JSON, in the form of the record."""
     if value is None:
         return None
-    return _text(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
+    return _text(value) if isinstance(value, str) else content_of(value).decode("utf-8")
 
 
 def _text(value: str) -> str:

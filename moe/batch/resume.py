@@ -72,7 +72,7 @@ def begin_run(
     for journal in journals:
         header = JournalReader(journal.path).header()
         if header is None:
-            journal.path.unlink(missing_ok=True)  # killed at birth
+            files.remove(journal.path)  # killed at birth
         else:
             headers[journal] = header
     if headers and not _goes_on(files, fingerprint, mode, overwrite=overwrite, latest=headers[max(headers)]):

@@ -117,19 +117,31 @@ class RunFiles:
     def drop_mark(self) -> None:
         """What is there, if anything, is to be replaced: from now on a mark is that of the run that begins."""
         if os.path.lexists(self.mark_path):
-            self.mark_path.unlink()
+            self.remove(self.mark_path)
             sync_folder(self.base.parent)
 
     def drop_journals(self) -> None:
         """Remove what unfinished runs left, and parts of an output."""
         for journal in self.journals():
-            journal.path.unlink(missing_ok=True)
+            self.remove(journal.path)
         self.drop_partials()
 
     def drop_partials(self) -> None:
         """Remove parts of an output."""
         for final in (*self.finals, self.mark_path):
-            self.partial_of(final).unlink(missing_ok=True)
+            self.remove(self.partial_of(final))
+
+    def remove(self, path: Path) -> None:
+        """A file beside the output, where there is one: a file system that is only read refuses the very question.
+        ValueError where it cannot go."""
+        if os.path.lexists(path):
+            try:
+                path.unlink(missing_ok=True)
+            except OSError as error:
+                raise ValueError(
+                    f"output={self.output}: {path} is in the way and cannot be removed ({error.strerror}); move it "
+                    "away."
+                ) from error
 
 
 def sync_folder(folder: Path) -> None:

@@ -121,8 +121,8 @@ class Source:
                 reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
                 rest = f", or answer the {given} records up to there alone with job.limit={given}" if given else ""
                 raise InputFault(
-                    f"{each.name} cannot be read on: {reason}, after {given_here} records of it; fetch or write it "
-                    f"again{rest}."
+                    f"{each.name} cannot be read on: {reason.rstrip('.')}, after {given_here} records of it; fetch or "
+                    f"write it again{rest}."
                 ) from error
             if limit is not None and given >= limit:
                 return

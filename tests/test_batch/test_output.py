@@ -53,7 +53,8 @@ def test_parquet_holds_the_records_and_what_they_share(tmp_path: Path, monkeypat
     run_job(config_of(tmp_path, *lines, name="out.parquet"))
     table = parquet.read_table(tmp_path / "out.parquet").to_pylist()
     assert [json.loads(row["record"]) for row in table] == read_jsonl(tmp_path / "out.jsonl")
-    assert [row["id"] for row in table] == ["a", '{"b": 1}', "c", "d", "e"]
+    assert [row["id"] for row in table] == ["a", '{"b":1}', "c", "d", "e"]
+    assert [row["line"] for row in table] == [1, 2, 3, 4, 5]  # records of OpenAI's form have no such field
     assert [row["text"] for row in table] == ["X\u2028Y", None, "P", "USER:HI", None]
     assert [row["error_type"] for row in table] == [None, "invalid_line", None, None, "invalid_line"]
     assert [row["prompt_tokens"] for row in table] == [3, None, 1, 7, None]
@@ -89,7 +90,7 @@ def test_c37_a_disk_full_at_the_end_costs_nothing(tmp_path: Path, monkeypatch: p
     """Every answer is in the journals: with some space the same command only puts the output together."""
 
     class Full(output.LineOutput):
-        def write(self, record: bytes) -> None:
+        def write(self, number: int, record: bytes) -> None:
             raise OSError(errno.ENOSPC, "No space left on device")
 
     config = config_of(tmp_path, *({"id": i, "prompt": "x"} for i in range(5)))

@@ -208,7 +208,9 @@ def test_standard_input_is_read_once_and_as_it_comes(monkeypatch: pytest.MonkeyP
 
 def test_parquet_on_standard_input_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BufferedReader(io.BytesIO(b"PAR1 and more"))))  # pyright: ignore
-    with pytest.raises(InputFault, match="Parquet file, which cannot be read from a pipe"):
+    with pytest.raises(
+        InputFault, match="Parquet file, which cannot be read from a pipe; give its name, after 0 records"
+    ):
         next(Source.open(config_of("-")).lines())
 
 

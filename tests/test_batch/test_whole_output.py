@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 from typing import Any
@@ -123,3 +124,30 @@ def test_one_run_at_a_time_also_while_it_puts_the_output_together(tmp_path: Path
             pass
     with output_lock(RunFiles(tmp_path / "no folder" / "out.jsonl")):
         pass  # which the journal says
+
+
+def read_only(self: Path, *, missing_ok: bool = False) -> None:
+    """Of a file system that is mounted so: it says no whether or not the file is there."""
+    raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(self))
+
+
+def test_a_whole_output_can_lie_where_nothing_can_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, files = config_of(tmp_path), RunFiles(tmp_path / "out.jsonl")
+    run_job(config, fingerprint=PRINT)
+    monkeypatch.setattr(Path, "unlink", read_only)
+    assert begin_run(files, PRINT, config.job, overwrite=False).whole is not None
+    other = RunFiles(tmp_path / "other.jsonl")
+    assert begin_run(other, PRINT, config.job, overwrite=False).run == 1  # its journal will say that it cannot be made
+
+
+@pytest.mark.parametrize("left", ["out.jsonl.journal-1-rank-0", "out.jsonl.partial"])
+def test_what_is_in_the_way_and_stays_is_named(tmp_path: Path, left: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, files = config_of(tmp_path), RunFiles(tmp_path / "out.jsonl")
+    (tmp_path / left).write_bytes(b"killed at birth")
+    with monkeypatch.context() as patch, pytest.raises(ValueError, match=rf"{left} is in the way.*Read-only.*move it"):
+        patch.setattr(Path, "unlink", read_only)
+        begin_run(files, PRINT, config.job, overwrite=False)
+    (tmp_path / left).unlink()
+    (tmp_path / left).mkdir()
+    with pytest.raises(ValueError, match=rf"{left} is.*Is a directory.*move it"):
+        begin_run(files, PRINT, config.job, overwrite=False)

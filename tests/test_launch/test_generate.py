@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -174,6 +176,27 @@ def test_a_fault_is_code_1_and_the_same_command_goes_on(
     assert "nothing to do: out.jsonl is complete, 2 lines, 0 of them with an error record" in capsys.readouterr().out
     assert generate.main([f"input={source}", "output=out.jsonl", "sampling.seed=1", *FAST]) == generate.USAGE
     assert "made with other settings: sampling.seed=0 there, 1 now" in capsys.readouterr().err
+
+
+def test_a_damaged_input_that_is_mended_goes_on_by_force(capsys: pytest.CaptureFixture[str]) -> None:
+    whole = gzip.compress(
+        Path(write("in.jsonl", *({"prompt": f"{i} And", "max_tokens": 1} for i in range(40)))).read_bytes()
+    )
+    source = Path("in.jsonl.gz")
+    source.write_bytes(whole[: len(whole) * 3 // 4])
+    words = [f"input={source}", "output=out.jsonl", *FAST]
+    assert generate.main(words) == generate.USAGE
+    shown = capsys.readouterr().err
+    found = re.search(r"cut off before its end, after (\d+) records of it; fetch or write it again", shown)
+    assert found and 0 < int(found[1]) < 40, shown
+    assert f"{found[1]} records are whole in" in shown
+    assert "the same command with job.resume=force goes on from there" in shown
+    source.write_bytes(whole)
+    assert generate.main(words) == generate.USAGE
+    shown = capsys.readouterr().err
+    assert "made with other settings: input.0=in.jsonl.gz" in shown and "goes on from there" not in shown
+    assert generate.main([*words, "job.resume=force"]) == generate.OK
+    assert [record["line"] for record in read("out.jsonl")] == list(range(1, 41))
 
 
 @pytest.mark.parametrize(("number", "name"), [(signal.SIGINT, "SIGINT"), (signal.SIGTERM, "SIGTERM")])
