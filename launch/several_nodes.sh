@@ -9,6 +9,7 @@ usage="usage: $0 NODES NODE HOST[:PORT] PROCESSES [KEY=VALUE ...]
   PROCESSES  on this machine, or gpu: one for each GPU that is visible
   KEY=VALUE  as \`python -m launch.generate\` takes them, the same on all machines but for the places of files
   PYTHON     in the environment: the interpreter; else python
+  TIMEOUT_S  in the environment: seconds in which all machines must have come; else 600
 example, on the second of two machines:
   $0 2 1 10.0.0.1 gpu model=FOLDER input=prompts.jsonl output=answers.jsonl"
 
@@ -22,11 +23,16 @@ if [[ $3 == *:* ]]; then
 fi
 shift 4
 
+if ! getent ahosts "$host" >/dev/null; then
+    echo "error: $host is no machine that this one knows; give the name or address of machine 0." >&2
+    exit 2
+fi
 if [[ $node == 0 ]] && (exec 3<>"/dev/tcp/$host/$port") 2>/dev/null; then
     echo "error: port $port of $host is in use; give all machines another: $host:PORT." >&2
     exit 2
 fi
 root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)
 export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
+echo "machine $node of $nodes: meets the others at $host:$port, for at most ${TIMEOUT_S:-600} s (TIMEOUT_S)" >&2
 exec "${PYTHON:-python}" -m torch.distributed.run --nnodes="$nodes" --node-rank="$node" \
-    --master-addr="$host" --master-port="$port" --nproc-per-node="$processes" -m launch.generate "$@"
+    --rdzv-conf="timeout=${TIMEOUT_S:-600}" --master-addr="$host" --master-port="$port" --nproc-per-node="$processes" -m launch.generate "$@"

@@ -75,16 +75,24 @@ def test_what_torchrun_is_given() -> None:
     assert code == 0
     run = "-m torch.distributed.run"
     assert text == f"{run} --standalone --nproc-per-node=gpu -m launch.generate model=a b job.limit=3\n"
-    code, text = outcome(start(SEVERAL_NODES, "3", "1", "10.0.0.1", "8", "job.limit=3", PYTHON="echo"))
+    code, text = outcome(start(SEVERAL_NODES, "3", "1", "10.0.0.1", "8", "job.limit=3", PYTHON="echo", TIMEOUT_S="90"))
     assert code == 0
-    where = "--master-addr=10.0.0.1 --master-port=29500"
-    assert text == f"{run} --nnodes=3 --node-rank=1 {where} --nproc-per-node=8 -m launch.generate job.limit=3\n"
+    where = "--rdzv-conf=timeout=90 --master-addr=10.0.0.1 --master-port=29500"
+    assert text == (
+        "machine 1 of 3: meets the others at 10.0.0.1:29500, for at most 90 s (TIMEOUT_S)\n"
+        f"{run} --nnodes=3 --node-rank=1 {where} --nproc-per-node=8 -m launch.generate job.limit=3\n"
+    )
+
+
+def test_a_machine_that_nobody_knows_is_named_at_once() -> None:
+    code, text = outcome(start(SEVERAL_NODES, "2", "1", "no-such-machine.invalid:29501", "1", PYTHON="echo"))
+    assert code == 2 and text.startswith("error: no-such-machine.invalid is no machine that this one knows; give ")
 
 
 def test_slurm_starts_one_torchrun_on_each_node(tmp_path: Path) -> None:
     """With stand-ins for Slurm's two commands: the names of its nodes, and a command that runs once on each."""
     (tmp_path / "scontrol").write_text('#!/bin/sh\n[ "$1 $2 $3" = "show hostnames n[7-8]" ] && printf "n7\\nn8\\n"\n')
-    (tmp_path / "srun").write_text('#!/bin/bash\nshift\nfor node in 0 1; do SLURM_NODEID=$node "$@"; done\n')
+    (tmp_path / "srun").write_text('#!/bin/bash\nshift 2\nfor node in 0 1; do SLURM_NODEID=$node "$@"; done\n')
     for name in ("scontrol", "srun"):
         (tmp_path / name).chmod(0o755)
     slurm = {
@@ -97,7 +105,7 @@ def test_slurm_starts_one_torchrun_on_each_node(tmp_path: Path) -> None:
     path = f"{tmp_path}:{os.environ['PATH']}"
     code, text = outcome(start(SLURM, "model=a b", "job.limit=3", PATH=path, PYTHON="echo", **slurm))
     assert code == 0
-    where = "--master-addr=n7 --master-port=20007"
+    where = "--rdzv-conf=timeout=600 --master-addr=n7 --master-port=20007"
     assert text.splitlines() == [
         f"-m torch.distributed.run --nnodes=2 --node-rank={node} --nproc-per-node=4 {where} "
         "-m launch.generate model=a b job.limit=3"
