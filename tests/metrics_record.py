@@ -9,6 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from configs.schema import Config
+from expert_parallel.copy_engine import CopyFigures
+from expert_parallel.held_slots import SlotFigures
+from expert_parallel.offload_figures import OffloadFigures
 from moe.batch.monitor import ErrorNote, Monitor
 from moe.batch.report import JobReport, Progress
 from moe.engine.memory_plan import MemoryPlan
@@ -43,8 +46,11 @@ def make_plan() -> MemoryPlan:
     )
 
 
-def run_job(monitor: Monitor, *, steps: int = 1000, failed: int = 45, seed: int = 1) -> JobReport:
-    """Feed a monitor with a job's numbers; the report to finish it with."""
+def run_job(
+    monitor: Monitor, *, steps: int = 1000, failed: int = 45, seed: int = 1, offloaded: bool = True
+) -> JobReport:
+    """Feed a monitor with a job's numbers; the report to finish it with. `offloaded`: experts lie in host memory, and
+    move between ranks."""
     draw = random.Random(seed)
     stats = EngineStats(kv_blocks_total=NUM_BLOCKS)
     monitor.start(model="some/model", device="cpu", plan=make_plan())
@@ -74,6 +80,13 @@ def run_job(monitor: Monitor, *, steps: int = 1000, failed: int = 45, seed: int 
     monitor.error(ErrorNote(5, "more/a b.jsonl:17", "x-5", "request_failed", "too long for engine.max_model_len"))
     stats.expert_counts = [[int(1000 * draw.lognormvariate(0, 0.5)) for _ in range(EXPERTS)] for _ in range(LAYERS)]
     stats.expert_balance = 0.41
+    if offloaded:
+        stats.rank_balance, stats.experts_moved, stats.rebalances, stats.balance_seconds = 0.83, 96, 4, 1.5
+        slots = SlotFigures(hits=9_100, misses=900, fetched_and_used=700, fetched_in_vain=120)
+        slots.guessed_right, slots.guessed = 640, 800
+        copies = CopyFigures(num_copies=1720, num_bytes=51_600_000_000, busy_seconds=1.2, span_seconds=4.8)
+        copies.stall_seconds, copies.due_seconds = 0.4, 0.3
+        stats.offload = OffloadFigures(slots, copies)
     return JobReport.of(stats, model="some/model", device="cpu", answered=done, failed=failed + 1, seconds=seconds)
 
 

@@ -48,6 +48,7 @@ def render_page(metrics: Mapping[str, Any]) -> str:
                 times=_times(metrics["latencies"]),
                 errors=_errors(metrics),
                 experts=_experts(metrics["expert_counts"]),
+                moved=_moved(metrics),
                 memory=_memory(metrics),
                 settings=_settings(metrics["config"], set(metrics["changed_keys"])),
             )
@@ -195,6 +196,37 @@ def _experts(counts_LE: Sequence[Sequence[int]]) -> dict[str, Any] | None:
             {"layer": layer, "expert": expert, "times": times, "balance": 1 / times} for times, layer, expert in worst
         ],
     }
+
+
+def _moved(metrics: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    """Name, value and a remark of what is known of experts that move between ranks, and of those that come from host
+    memory; none where all stay where they are."""
+    rows: list[tuple[str, str, str]] = []
+    if metrics["rank_balance"] is not None:
+        spent = f"{metrics['rebalances']:,} times rebalanced, {metrics['balance_seconds']:.1f} s"
+        rows += [
+            ("load of ranks", f"{metrics['rank_balance']:.2f}", "mean over largest; 1 is even"),
+            ("experts moved between ranks", f"{metrics['experts_moved']:,}", spent),
+        ]
+    if (offload := metrics["offload"]) is not None:
+        copied = f"{offload['num_copies']:,} copies at {offload['gb_per_second']:.1f} GB/s"
+        busy = f"{offload['busy_seconds']:.1f} of {offload['span_seconds']:.1f} s"
+        rows += [
+            ("copied from host memory", f"{offload['num_bytes'] / 1e9:,.1f} GB", copied),
+            ("link in use", f"{offload['busy_share']:.1%}", busy),
+            ("waited for experts", f"{offload['stall_seconds']:.1f} s", f"{offload['due_seconds']:.1f} s at the least"),
+        ]
+        if offload["hit_rate"] is not None:
+            asked = f"{offload['hits']:,} of {offload['hits'] + offload['misses']:,} that had tokens"
+            ahead = f"{offload['fetched_in_vain']:,} more in vain"
+            rows += [
+                ("found on the device", f"{offload['hit_rate']:.1%}", asked),
+                ("fetched ahead and used", f"{offload['fetched_and_used']:,}", ahead),
+            ]
+        if offload["guess_rate"] is not None:
+            guesses = f"{offload['guessed_right']:,} of {offload['guessed']:,}"
+            rows.append(("guesses that came true", f"{offload['guess_rate']:.1%}", guesses))
+    return rows
 
 
 def _memory(metrics: Mapping[str, Any]) -> dict[str, Any] | None:

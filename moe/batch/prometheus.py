@@ -46,10 +46,33 @@ def _lines(metrics: Mapping[str, Any]) -> Iterator[str]:
     yield from _metric("kv_peak_use_ratio", "gauge", peak, [({}, metrics["kv_peak_use"])])
     balance = "Mean over largest load of experts; 1 is even."
     yield from _metric("expert_balance_ratio", "gauge", balance, [({}, metrics["expert_balance"])])
+    yield from _moved(metrics)
     memory = [({"of": name}, value) for name, value in metrics["memory_used"].items()]
     yield from _metric("memory_peak_bytes", "gauge", "Largest use of memory.", memory)
     for name, (metric, text) in HISTOGRAMS.items():
         yield from _histogram(metric, text, metrics["latencies"].get(name, {"count": 0}))
+
+
+def _moved(metrics: Mapping[str, Any]) -> Iterator[str]:
+    """Of experts that move between ranks, and of those that come from host memory."""
+    if metrics["rank_balance"] is not None:
+        text = "Mean over largest load of ranks; 1 is even."
+        yield from _metric("rank_balance_ratio", "gauge", text, [({}, metrics["rank_balance"])])
+        moved = "Experts that went to another rank."
+        yield from _metric("experts_moved_total", "counter", moved, [({}, metrics["experts_moved"])])
+    if (offload := metrics["offload"]) is None:
+        return
+    asked = [({"found": "yes"}, offload["hits"]), ({"found": "no"}, offload["misses"])]
+    yield from _metric("offload_experts_total", "counter", "Experts with tokens: were they on the device?", asked)
+    ahead = [({"use": "used"}, offload["fetched_and_used"]), ({"use": "in vain"}, offload["fetched_in_vain"])]
+    yield from _metric("offload_fetched_ahead_total", "counter", "Experts fetched before they were asked for.", ahead)
+    for name, field, text in (
+        ("copies", "num_copies", "Copies of experts to the device."),
+        ("copied_bytes", "num_bytes", "Bytes of them."),
+        ("busy_seconds", "busy_seconds", "Time in which bytes were on their way."),
+        ("stall_seconds", "stall_seconds", "Time in which products waited for experts."),
+    ):
+        yield from _metric(f"offload_{name}_total", "counter", text, [({}, offload[field])])
 
 
 def _metric(name: str, kind: str, text: str, samples: Samples) -> Iterator[str]:

@@ -38,6 +38,12 @@ def test_every_number_is_there_with_type_and_help(record: dict[str, Any]) -> Non
     assert tokens.type == "counter" and tokens.samples[0].value == record["output_tokens"]
     assert families["sortyard_job_kv_peak_use_ratio"].samples[0].value == record["kv_peak_use"]
     assert families["sortyard_job_info"].samples[0].labels["outcome"] == "some failed"
+    found = {sample.labels["found"]: sample.value for sample in families["sortyard_job_offload_experts"].samples}
+    assert found == {"yes": 9100, "no": 900}
+    assert families["sortyard_job_offload_copied_bytes"].samples[0].value == 51.6e9
+    assert families["sortyard_job_offload_stall_seconds"].samples[0].value == 0.4
+    assert families["sortyard_job_rank_balance_ratio"].samples[0].value == 0.83
+    assert families["sortyard_job_experts_moved"].samples[0].value == 96
 
 
 def test_histograms_add_up(record: dict[str, Any]) -> None:

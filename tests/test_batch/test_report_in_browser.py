@@ -49,6 +49,13 @@ def test_everything_is_on_the_page(browser: Browser, tmp_path: Path) -> None:
         "prompts.jsonl:8",
         f"across, {EXPERTS}",
         f"down, {LAYERS}",
+        "experts moved between ranks",
+        "4 times rebalanced, 1.5 s",
+        "51.6 GB",
+        "1,720 copies at 43.0 GB/s",
+        "waited for experts",
+        "9,100 of 10,000 that had tokens",
+        "guesses that came true",
         "all of it (used: the whole process, with its libraries)",
         "python -m launch.generate model=some/model",
         "engine.max_batched_tokens",
@@ -97,11 +104,12 @@ def test_a_dark_page_is_dark_and_a_narrow_one_fits(browser: Browser, tmp_path: P
 
 def test_a_job_that_did_nothing_has_no_empty_section(browser: Browser, tmp_path: Path) -> None:
     monitor = make_monitor(tmp_path / "report")
-    report = run_job(monitor, steps=0, failed=0)
+    report = run_job(monitor, steps=0, failed=0, offloaded=False)
     monitor.finish(report, outcome="fault")
     browser.open(tmp_path / "report" / "report.html")
     text = browser.ask("document.body.innerText")
     assert "ended by a fault" in text and "Over time" not in text and "Latency" not in text
+    assert "on the move" not in text
     empty = (
         "[...document.querySelectorAll('section')].filter(each => each.innerText.trim().split('\\n').length < 2).length"
     )
