@@ -13,6 +13,7 @@ A step that is on its way is not waited for by the host more than it must: movin
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections import deque
 from pathlib import Path
@@ -50,6 +51,21 @@ def layer_bundles(network: CausalLM) -> dict[int, Bundles]:
     targets = network.targets()
     layers = network.layout.placements
     return {layer: Bundles([targets[name] for name in bundle_names(layer, targets)]) for layer in layers}
+
+
+def check_files(balance: BalanceConfig) -> None:
+    """ValueError where a file that will be written at some later step could not be."""
+    for key in ("profile", "load_file"):
+        path = getattr(balance, key)
+        if path is None:
+            continue
+        folder = Path(path).parent
+        if not folder.is_dir():
+            raise ValueError(f"balance.{key}={path} cannot be written: there is no folder {folder}; make it first.")
+        if Path(path).is_dir():
+            raise ValueError(f"balance.{key}={path} is a folder; give the name of a file.")
+        if not os.access(folder, os.W_OK):
+            raise ValueError(f"balance.{key}={path} cannot be written: {folder} is closed to this user; give another.")
 
 
 def may_move(balance: BalanceConfig, num_ranks: int) -> bool:

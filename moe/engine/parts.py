@@ -19,6 +19,7 @@ from expert_parallel.group import Ranks
 from kernels.checks import cdiv
 from kernels.quantize import supports_fp8
 from kv_cache.layout import KVLayout, LayerScales, Quantization
+from moe.engine.balance import check_files
 from moe.engine.forecast import Forecast, Subject, forecast
 from moe.engine.machine import Machine, find_machine
 from moe.engine.network import Network
@@ -199,6 +200,8 @@ def load_parts(config: Config, ranks: Ranks | None = None) -> Parts:
 
     `ranks`: these share the experts; each process holds its part of them, and all else.
     """
+    if ranks is None or ranks.everyone.rank == 0:
+        check_files(config.balance)  # the first rank writes them
     outline = outline_parts(config, resolve_device(config.engine.device) if ranks is None else ranks.device)
     opened = open_model(outline.folder, config.load_format, config.quantization, outline.device)
     machine = find_machine(outline.device, ranks, asks_host=config.offload.regime != "off")

@@ -12,9 +12,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from configs.schema import CacheConfig, Config, EngineConfig, JobConfig
+from configs.schema import BalanceConfig, CacheConfig, Config, EngineConfig, JobConfig
 from expert_parallel.dispatcher import LocalDispatcher
 from kv_cache.layout import LayerScales
+from moe.engine import balance as balance_module
 from moe.engine import parts
 from moe.engine.engine import Engine
 from moe.model.families.registry import read_config
@@ -64,6 +65,26 @@ def test_a_cache_dtype_that_cannot_be_is_refused_before_the_weights(no_weights: 
     config = Config(dtype="float32", cache=CacheConfig(dtype="float16"), engine=EngineConfig(device="cpu"))
     with pytest.raises(ValueError, match=r"cache\.dtype='float16' differs from the model's float32"):
         parts.load_parts(config)
+    assert not no_weights
+
+
+@pytest.mark.parametrize("key", ["profile", "load_file"])
+def test_files_that_cannot_be_written_later_are_refused_before_the_weights(
+    key: str, no_weights: list[object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load(path: Path) -> None:
+        parts.load_parts(Config(balance=BalanceConfig(**{key: str(path)}), engine=EngineConfig(device="cpu")))
+
+    with pytest.raises(
+        ValueError, match=rf"balance\.{key}=.*/none/x\.json cannot be written: there is no folder .*none; m"
+    ):
+        load(tmp_path / "none" / "x.json")
+    with pytest.raises(ValueError, match=rf"balance\.{key}=.* is a folder; give the name of a file"):
+        load(tmp_path)
+    monkeypatch.setattr(balance_module.os, "access", lambda *_: False)
+    with pytest.raises(ValueError, match=rf"balance\.{key}=.*/x\.json cannot be written: .* is closed to this user"):
+        load(tmp_path / "x.json")
+    monkeypatch.undo()
     assert not no_weights
 
 
