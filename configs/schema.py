@@ -93,7 +93,7 @@ class ParallelConfig(Section):
     combine: str = key("exact", "exact: the same bits whatever the number of ranks; fast: fewer bytes, other bits")
     row_cap: int | None = key(None, "most rows of a buffer in one round; null: 2 x engine.max_batched_tokens x top_k")
     overlap: str = key("auto", "auto, none, shared (experts, while rows travel: GPU) or halves (of a step, in turns)")
-    overlap_rows: int | None = key(None, "overlap=halves: split steps in which a rank has so many rows; null: 4096")
+    overlap_rows: int | None = key(None, "overlap=halves: split steps in which a rank has so many rows; null: 8192")
     timeout_s: float = key(600.0, "a start or a collective that takes longer ends the run")
 
 
