@@ -25,6 +25,7 @@ from kernels.checks import (
     uses_triton,
 )
 from kernels.dependent_launch import dependent_launch, wait_for_inputs
+from kernels.linear_few import launch_few_rows, serves_few_rows
 from kernels.row_tiles import multiply, tile_of_program
 from kernels.tiles import TileConfig, device_generation, linear_tile, num_multiprocessors
 
@@ -136,10 +137,14 @@ def linear_triton(
     out_dtype: torch.dtype | None = None,
     tile: TileConfig | None = None,
 ) -> Tensor:
-    """`linear` as one launch; `tile` is chosen by the rule of kernels/tiles.py unless given."""
+    """`linear` as one launch; unless it is given, `tile` is chosen by the rule of kernels/tiles.py, or few rows take
+    the kernel of linear_few.py."""
     _check_linear(x_MK, w_NK, bias_N)
     operand_dtype = torch.promote_types(x_MK.dtype, w_NK.dtype)
     y_MN = torch.empty(x_MK.shape[0], w_NK.shape[0], dtype=out_dtype or operand_dtype, device=x_MK.device)
+    if tile is None and serves_few_rows(x_MK, w_NK):
+        launch_few_rows(x_MK, w_NK, bias_N, y_MN)
+        return y_MN
     _launch(x_MK.unsqueeze(1), w_NK.unsqueeze(0), bias_N, y_MN.unsqueeze(1), tile)
     return y_MN
 
