@@ -142,7 +142,7 @@ def measure_link(engine: Engine) -> float:
 def stream_figure(engine: Engine, subject: str, prompts: Sequence[Prompt], num_steps: int) -> Figure:
     """tokens/s of all sequences; the floor is what the link of this run allows."""
     offload = offload_of(engine)
-    set_regime(offload, "stream")
+    set_regime(engine, "stream")
     decoding = Decoding(engine, prompts, "stream")
     steps = decoding.run(num_steps)
     decoding.end()
@@ -175,8 +175,8 @@ def cache_figure(
 ) -> Figure:
     """ms a token of one sequence. `stall/due`: at most DUE is wanted; copies that all come in time have neither."""
     offload = offload_of(engine)
-    set_regime(offload, "cache")
-    with nullcontext() if guesses else demand_only(offload):
+    set_regime(engine, "cache")
+    with nullcontext() if guesses else demand_only(engine):
         decoding = Decoding(engine, [prompt], f"{what}-{guesses}", temperature)
         decoding.run(warm)
         steps = decoding.run(num_steps, skip=0)
@@ -212,7 +212,7 @@ def regime_figures(
         decoding.keep(batch)
         found: dict[str, Steps] = {}
         for regime in ("cache", "stream"):
-            set_regime(offload, regime)
+            set_regime(engine, regime)
             found[regime] = decoding.run(num_steps)
         samples = {regime: statistics.median(steps.times) * 1e3 for regime, steps in found.items()}
         cache = found["cache"]
@@ -279,22 +279,34 @@ class HostPeak:
             self.most = max(self.most, _own_bytes())
 
 
-def set_regime(offload: Offload, regime: str) -> None:
+def set_regime(engine: Engine, regime: str) -> None:
     """From the next step that is launched."""
-    offload.plan = replace(offload.plan, regime=regime)
+    offload = offload_of(engine)
+    if offload.plan.regime != regime:
+        offload.plan = replace(offload.plan, regime=regime)
+        _forget_captured(engine)
 
 
 @contextmanager
-def demand_only(offload: Offload) -> Iterator[None]:
+def demand_only(engine: Engine) -> Iterator[None]:
     """Meanwhile no layer guesses what the next one asks for."""
-    following = {layer: experts.following for layer, experts in offload.experts.items()}
-    for experts in offload.experts.values():
-        experts.following = None
+    experts = offload_of(engine).experts.values()
+    following = [each.following for each in experts]
+    for each in experts:
+        each.following = None
+    _forget_captured(engine)
     try:
         yield
     finally:
-        for layer, experts in offload.experts.items():
-            experts.following = following[layer]
+        for each, kept in zip(experts, following, strict=True):
+            each.following = kept
+        _forget_captured(engine)
+
+
+def _forget_captured(engine: Engine) -> None:
+    """Graphs replay what was decided when they were captured; they are made anew when they are wanted."""
+    if engine.graphs is not None:
+        engine.graphs.close()
 
 
 def _own_bytes() -> int:

@@ -83,7 +83,7 @@ def test_a_streamed_step_brings_what_is_not_held(engine: Engine) -> None:
 
 def test_a_step_of_one_sequence_asks_for_k_experts_a_layer(engine: Engine) -> None:
     offload = offload_of(engine)
-    set_regime(offload, "cache")
+    set_regime(engine, "cache")
     decoding = Decoding(engine, [Prompt([3, 4, 5], 60)], "one")
     steps = decoding.run(4, skip=1)
     assert steps.tokens == 4 and len(steps.times) == 4
@@ -104,7 +104,7 @@ def test_guesses_are_made_or_not(engine: Engine) -> None:
     assert "right %" in found[True] and "right %" not in found[False]
     assert 0 < found[False]["hit %"] < 100
     offload = offload_of(engine)
-    with demand_only(offload):
+    with demand_only(engine):
         assert all(each.following is None for each in offload.experts.values())
     assert any(each.following is not None for each in offload.experts.values())
 
