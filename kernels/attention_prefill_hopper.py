@@ -2,8 +2,9 @@
 `kernels/attention_prefill.py`, whose reference defines it; bits of its own.
 
 Knows pages, positions and heads. Its idea: one warp copies pages of keys and values ahead of the others, from one piece
-of work into the next, and two groups of warps, each with 64 rows, take turns: one computes weights while the other
-multiplies. Every tile of keys stands at a fixed position and is worked on by the same instructions whatever the chunk.
+of work into the next; each of two groups of warps, with 64 rows each, multiplies the next tile's queries and keys, and
+this tile's weights and values, while it computes the next weights. Every tile of keys stands at a fixed position and is
+worked on by the same instructions whatever the chunk.
 """
 # pyright: reportCallIssue=false, reportArgumentType=false, reportAssignmentType=false
 # pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false
@@ -29,6 +30,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from kernels.checks import cdiv
 from kernels.dependent_launch import dependent_launch
 from kernels.prefill_pieces import copy_keys_and_values, fetch_queries, prefill_piece, zero_values
+from kernels.prefill_weights import mask_scores, store_rows, weigh
 from kernels.tiles import device_generation, num_multiprocessors
 
 _TILE = 128  # rows of a program: 64 for each of the two groups of warps
@@ -75,6 +77,17 @@ def _has_rows(cache_NPGC: Tensor) -> bool:
 
 
 @gluon.jit
+def _scores(query_chunks, key_chunks, buffer, stage, S: gl.constexpr, COUNT: gl.constexpr):
+    """Begin to multiply 64 queries with a tile of keys."""
+    BLOCK_N: gl.constexpr = key_chunks.shape[1]
+    s = gl.zeros([64, BLOCK_N], gl.float32, S)
+    for c in gl.static_range(COUNT):
+        k = key_chunks.index(stage * COUNT + c).permute((1, 0))
+        s = warpgroup_mma(query_chunks.index(buffer + c), k, s, use_acc=c > 0, is_async=True)
+    return s
+
+
+@gluon.jit
 def _attend(
     q_ptr,
     query_starts_ptr,
@@ -110,10 +123,10 @@ def _attend(
     COUNT: gl.constexpr = WIDTH // 64
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     SUM: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, VALUE_WIDTH, 16])
+    WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, SUM, 2)
     ROW: gl.constexpr = gl.SliceLayout(1, S)
     SUM_ROW: gl.constexpr = gl.SliceLayout(1, SUM)
     m = HALF * 64 + gl.arange(0, 64, ROW)
-    sum_m = HALF * 64 + gl.arange(0, 64, SUM_ROW)
     n = gl.arange(0, BLOCK_N, gl.SliceLayout(0, S))
     scale = gl.full([64, BLOCK_N], scale_log2, gl.float32, S)
     tiles = 0
@@ -156,48 +169,45 @@ def _attend(
         maximum = gl.full([64], float("-inf"), gl.float32, ROW)
         total = gl.zeros([64], gl.float32, ROW)
         out = gl.zeros([64, VALUE_WIDTH], gl.float32, SUM)
-        for start in range(begin, end, BLOCK_N):
+        if begin < end:
             stage, phase = tiles % 2, (tiles // 2) & 1
             mbarrier.wait(full_keys.index(stage), phase)
-            s = gl.zeros([64, BLOCK_N], gl.float32, S)
-            for c in gl.static_range(COUNT):
-                k = key_chunks.index(stage * COUNT + c).permute((1, 0))
-                s = warpgroup_mma(query_chunks.index(buffer + c), k, s, use_acc=c > 0, is_async=True)
+            s = _scores(query_chunks, key_chunks, buffer, stage, S, COUNT)
             s = warpgroup_mma_wait(0, deps=[s])
             mbarrier.arrive(empty_keys.index(stage))
-            edge = (start < first) | (start + BLOCK_N > kv_end) | (start + BLOCK_N > first_query + 1)
-            if WINDOW > 0:
-                edge = edge | (start <= last_query - WINDOW)
-            if edge:
-                key = (start + n)[None, :]
-                seen = (key >= first) & (key < kv_end) & (key <= query[:, None])
-                if WINDOW > 0:
-                    seen = seen & (key > query[:, None] - WINDOW)
-                s = gl.where(seen, s, float("-inf"))
-            new_maximum = gl.maximum(maximum, gl.max(s, axis=1) * scale_log2)
-            base = gl.where(new_maximum == float("-inf"), 0.0, new_maximum)
-            p = gl.exp2(gl.fma(s, scale, gl.zeros_like(s) - base[:, None]))
-            decay = gl.exp2(maximum - base)
-            total = gl.fma(total, decay, gl.sum(p, axis=1))
-            maximum = new_maximum
-            out = out * gl.convert_layout(decay, SUM_ROW)[:, None]
-            weights = gl.convert_layout(p.to(query_chunks.dtype), gl.DotOperandLayout(0, SUM, 2))
+            s = mask_scores(s, begin, n, query, first, kv_end, first_query, last_query, WINDOW)
+            maximum, total, decay, p = weigh(s, maximum, total, scale, scale_log2)
+            weights = gl.convert_layout(p.to(query_chunks.dtype), WEIGHTS)
+            for start in range(begin + BLOCK_N, end, BLOCK_N):
+                last_stage, last_phase = stage, phase
+                tiles += 1
+                stage, phase = tiles % 2, (tiles // 2) & 1
+                mbarrier.wait(full_keys.index(stage), phase)
+                s = _scores(query_chunks, key_chunks, buffer, stage, S, COUNT)
+                mbarrier.wait(full_values.index(last_stage), last_phase)
+                if start - BLOCK_N < first:
+                    zero_values(value_chunks, last_stage, start - BLOCK_N, first, kv_end, VALUE_WIDTH // 64)
+                token = warpgroup_mma(weights, values.index(last_stage), out, is_async=True)
+                s = warpgroup_mma_wait(1, deps=[s])
+                mbarrier.arrive(empty_keys.index(stage))
+                s = mask_scores(s, start, n, query, first, kv_end, first_query, last_query, WINDOW)
+                maximum, total, decay, p = weigh(s, maximum, total, scale, scale_log2)
+                out = warpgroup_mma_wait(0, deps=[token])
+                mbarrier.arrive(empty_values.index(last_stage))
+                out = out * gl.convert_layout(decay, SUM_ROW)[:, None]
+                weights = gl.convert_layout(p.to(query_chunks.dtype), WEIGHTS)
+            last = begin + (end - 1 - begin) // BLOCK_N * BLOCK_N
             mbarrier.wait(full_values.index(stage), phase)
-            if (start < first) | (start + BLOCK_N > kv_end):
-                zero_values(value_chunks, stage, start, first, kv_end, VALUE_WIDTH // 64)
+            if (last < first) | (last + BLOCK_N > kv_end):
+                zero_values(value_chunks, stage, last, first, kv_end, VALUE_WIDTH // 64)
             token = warpgroup_mma(weights, values.index(stage), out, is_async=True)
             out = warpgroup_mma_wait(0, deps=[token])
             mbarrier.arrive(empty_values.index(stage))
             tiles += 1
-        total = gl.where(total == 0.0, 1.0, total)
-        out = out / gl.convert_layout(total, SUM_ROW)[:, None]
-        row = ((first_row + in_chunk + sum_m // PACK).to(gl.int64) * num_heads + head0 + sum_m % PACK)[:, None]
-        ptrs = out_ptr + row * VALUE_WIDTH + gl.arange(0, VALUE_WIDTH, gl.SliceLayout(0, SUM))[None, :]
-        gl.store(ptrs, out.to(out_ptr.dtype.element_ty), mask=(in_chunk + sum_m // PACK < query_len)[:, None])
-        lse_row = (first_row + in_chunk + m // PACK).to(gl.int64) * num_heads + head0 + m % PACK
-        # A row without keys keeps -inf, its maximum. The factor, ln 2, turns log2 into ln.
-        lse = (maximum + gl.log2(total)) * 0.6931471805599453
-        gl.store(lse_ptr + lse_row, lse, mask=in_chunk + m // PACK < query_len)
+        store_rows(
+            out_ptr, lse_ptr, out, maximum, total, first_row, query_len, in_chunk, m, head0, num_heads, SUM,
+            VALUE_WIDTH, HALF, PACK,
+        )  # fmt: skip
     async_copy.wait_group(0)
 
 
