@@ -149,7 +149,7 @@ def config_words(choice: Choice) -> list[str]:
     num_experts = read_config(choice.model).moe.num_experts
     words = ["load_format=dummy", "cache.prefix_caching=false", f"--model={choice.model}"]
     words += [f"engine.device={choice.device}", f"engine.max_num_seqs={choice.sequences}"]
-    words += ["engine.max_batched_tokens=32768", "engine.max_model_len=1024"]
+    words += ["engine.max_batched_tokens=32768", "engine.max_model_len=1024", "engine.capture_seconds=0"]
     if choice.held < 1:
         slots = min(max(1, round(choice.held * num_experts)), num_experts - 1)
         words += ["offload.regime=auto", f"offload.slots_per_layer={slots}"]

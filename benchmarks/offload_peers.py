@@ -64,7 +64,7 @@ def our_reading(own: Mapping[str, str], rest: Sequence[str]) -> dict[str, Any]:
     device = resolve_device(own.get("device", "auto"))
     words = ["load_format=dummy", "cache.prefix_caching=false", f"--model={model_folder(own)}"]
     words += [f"engine.device={device.type}", "engine.max_num_seqs=1", "engine.max_batched_tokens=512"]
-    words += [f"engine.max_model_len={MAX_MODEL_LEN}", "offload.regime=auto"]
+    words += [f"engine.max_model_len={MAX_MODEL_LEN}", "engine.capture_seconds=0", "offload.regime=auto"]
     if device.type == "cuda":
         words.append(f"cache.memory_fraction={budget_bytes(own) / torch.cuda.mem_get_info(device)[1]:.6f}")
     begin = time.perf_counter()
