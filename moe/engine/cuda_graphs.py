@@ -28,6 +28,7 @@ from kernels.decode_inputs import Places, decode_inputs
 from kernels.sample import sample_argmax
 from kv_cache.layout import LayerCache
 from moe.engine.network import Network
+from moe.model.offloaded_experts import Offload
 from moe.model.step_input import DecodeBatch, StepInput
 
 logger = logging.getLogger(__name__)
@@ -57,15 +58,19 @@ class DecodeGraphs:
         max_model_len: int,
         block_size: int,
         vocab_size: int,
+        offload: Offload | None = None,
+        top_k: int = 1,
     ) -> None:
+        """`offload`: experts that come from host memory, of which a row asks for `top_k`; None: all are here."""
         self.network = network
+        self._offload, self._top_k = offload, top_k
         self.kv_caches = kv_caches
         self.places = places
         self.device = places.newest_P.device
         self.block_size = block_size
         self.vocab_size = vocab_size
         self.max_num_seqs = places.newest_P.shape[0] - 1
-        self.sizes = graph_sizes(self.max_num_seqs)
+        self.sizes = [size for size in graph_sizes(self.max_num_seqs) if self._captures(size)]
         self.bounds = [bound for bound in LENGTH_BOUNDS if bound < max_model_len] + [max_model_len]
         self._memory = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(self.device)
@@ -86,6 +91,13 @@ class DecodeGraphs:
         if self._graphs:
             torch.cuda.synchronize(self.device)
         self._graphs.clear()
+
+    def serves(self, num_rows: int) -> bool:
+        """Whether a step of so many rows is replayed: where experts come from host memory, of a few rows alone."""
+        return num_rows <= self.sizes[-1] and self._captures(num_rows)
+
+    def _captures(self, num_rows: int) -> bool:
+        return self._offload is None or self._offload.captures(num_rows * self._top_k)
 
     def draw(self, rows_4B: np.ndarray, most_rows: int = 0, max_kv_len: int = 0) -> Tensor:
         """Drawn ids int64 [B] of the rows, in their order. Overwritten by the next call.
@@ -113,7 +125,7 @@ class DecodeGraphs:
         self.num_prepared = max(num_seqs, self.num_prepared)
         if seconds <= 0.0:
             return
-        num_seqs = min(num_seqs, self.max_num_seqs)
+        num_seqs = min(num_seqs, self.sizes[-1])
         largest = bisect_left(self.sizes, num_seqs)
         missing = [size for size in self.sizes[: largest + 1] if (size, self.bounds[0], False) not in self._graphs]
         begin = told = time.perf_counter()
@@ -143,6 +155,8 @@ class DecodeGraphs:
         # One copy, in stream order after the last replay that read this place.
         self._rows[size].copy_(self._padded(rows_4B, size), non_blocking=True)
         graph.replay()
+        if self._offload is not None:
+            self._offload.replayed()
 
     def _padded(self, rows_4B: np.ndarray, size: int) -> Tensor:
         """Pinned: a copy from there waits for nobody, and torch keeps the memory until it is done."""

@@ -86,7 +86,9 @@ class Engine:
         places = make_places(parts.max_num_seqs(engine), -(-self.max_model_len // cache.block_size), parts.device)
         mover = make_mover(config.balance, network, parts.ranks)
         moving_bytes = 0 if mover is None else mover.num_bytes
-        self.plan = plan_cache(config, parts, layout, sampler, cuda_graphs=use_graphs, moving_bytes=moving_bytes)
+        # With experts in host memory steps of a few rows are captured, which takes next to nothing.
+        planned = use_graphs and parts.offload is None
+        self.plan = plan_cache(config, parts, layout, sampler, cuda_graphs=planned, moving_bytes=moving_bytes)
         if parts.offload is not None:
             parts.offload.reset()  # steps that measured are no part of the run
         logger.info("%s", self.plan.table())
@@ -110,6 +112,8 @@ class Engine:
                 max_model_len=self.max_model_len,
                 block_size=cache.block_size,
                 vocab_size=self.vocab_size,
+                offload=parts.offload,
+                top_k=parts.model.moe.rule.top_k,
             )
         self.runner = Runner(
             network,

@@ -64,10 +64,13 @@ class Parts:
     @property
     def graph_safe(self) -> bool:
         """Whether decode steps may be captured: no dispatcher waits for the host or has shapes that follow routing, and
-        no expert comes from host memory, where it differs from step to step what is copied where."""
+        experts that come from host memory are copied as the device decides."""
         if not isinstance(self.network, CausalLM):
             return True
-        return self.network.dispatchers.decode.graph_safe and self.network.offload is None
+        offload = self.network.offload
+        alone = self.ranks is None or self.ranks.everyone.size == 1
+        decided = offload is None or (alone and offload.captures(self.model.moe.rule.top_k))
+        return self.network.dispatchers.decode.graph_safe and decided
 
     @property
     def offload(self) -> Offload | None:

@@ -76,7 +76,7 @@ class Runner:
         if agreed.wants_logits:
             return self._launch_sampler(schedule, agreed, enter)
         self._last_batch = None
-        if self.graphs is not None and not agreed.has_prefill:
+        if self.graphs is not None and self._replays(self.graphs, schedule, agreed):
             rows_4B = self._decode_rows(schedule)
             enter("forward")
             ids_B = self.graphs.draw(rows_4B, agreed.most_rows, agreed.max_kv_len)
@@ -95,6 +95,10 @@ class Runner:
         ids_B = sample_argmax(logits_BV[: len(schedule.sampled)], *draw)
         self.places.newest_P.index_copy_(0, place_S, ids_B)
         return self._in_flight(schedule, SampleResult(ids_B, None, (), ()), prompts)
+
+    @staticmethod
+    def _replays(graphs: DecodeGraphs, schedule: Schedule, agreed: Agreement) -> bool:
+        return not agreed.has_prefill and graphs.serves(max(len(schedule.decodes), agreed.most_rows))
 
     @staticmethod
     def wants_logits(schedule: Schedule) -> bool:
@@ -132,7 +136,7 @@ class Runner:
 
     def _launch_sampler(self, schedule: Schedule, agreed: Agreement, enter: Callable[[str], None]) -> InFlight:
         """A step with a row of which more is asked: logits, then every stage of the sampler that any row needs."""
-        if self.graphs is not None and not agreed.has_prefill:
+        if self.graphs is not None and self._replays(self.graphs, schedule, agreed):
             rows_4B = self._decode_rows(schedule)
             wanted = np.array(logits_rows(schedule), np.int64)
             enter("forward")

@@ -129,6 +129,17 @@ class Offload:
             for layer, slots in self.on_device.slots().items():
                 self.held[layer].adopt(slots)
 
+    def captures(self, num_rows: int) -> bool:
+        """Whether a step whose layers have so many rows may be captured: then the device decides what is copied, and
+        what it holds is its own business until `settle`."""
+        few = num_rows < self.plan.num_slots and not self.plan.streams(num_rows)
+        return few and self.on_device is not None
+
+    def replayed(self) -> None:
+        """A captured step ran: the held places may have changed."""
+        assert self.on_device is not None, "a step was captured in which the host decides"
+        self.on_device.was_called = True
+
     def _tell_device(self, layer: int) -> None:
         if self.on_device is not None:
             _, rows = self.host.source.find(layer, range(self.plan.num_slots))

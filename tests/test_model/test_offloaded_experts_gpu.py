@@ -10,9 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from expert_parallel import device_slots
 from expert_parallel.copy_engine import CudaCopy, CudaEngine, make_engine
 from expert_parallel.host_store import Arena
 from expert_parallel.offload_plan import OffloadPlan
+from kernels.fetch_bundles import fetch_bundles
+from kernels.slot_places import Places
 from moe.model.causal_lm import CausalLM
 from moe.model.load_model import load_model
 from moe.model.offload_setup import MakeEngine
@@ -35,6 +38,26 @@ class LateEngine(CudaEngine):
                 poison(target)
             torch.cuda._sleep(LATE_CYCLES)
         return super().copy(targets, sources)
+
+
+def late_fetches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What kernels copy into holds NaN from when they may, and comes a millisecond later: guesses are called off
+    before, while and after they come."""
+
+    def fetch(
+        places: Places, sources: Sequence[Tensor], targets: Sequence[Tensor], *, before: Places | None = None
+    ) -> None:
+        kind = "fetch" if before is None else "ahead"
+        num = int(places.numbers[0 if before is None else 1])  # waits for this stream alone
+        if num and before is not None:
+            places.part("ahead_state")[:num].clamp_(min=1)  # begun: nobody gets these places back
+        for target in targets:
+            for place in places.part(f"{kind}_place")[:num].tolist():
+                target[place].view(torch.uint8).fill_(0xFF)
+        torch.cuda._sleep(LATE_CYCLES // (1 if before is None else 4))
+        fetch_bundles(places, sources, targets, before=before)
+
+    monkeypatch.setattr(device_slots, "fetch_bundles", fetch)
 
 
 def load(folder: Path, plan: OffloadPlan | None, copies: MakeEngine = make_engine, **options: Any) -> CausalLM:
@@ -81,6 +104,30 @@ def test_bits_of_the_resident_network(tmp_path: Path, variant: str, quantization
             figures = model.offload.statistics().copies
             assert figures.num_bytes > 0 and 0 < figures.busy_seconds <= figures.span_seconds
             assert figures.stall_seconds >= 0
+
+
+@pytest.mark.parametrize("variant, quantization", [("qwen3_moe", "none"), ("deepseek_v3", "fp8")])
+def test_bits_with_tables_on_the_device_and_late_copies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variant: str, quantization: str
+) -> None:
+    """C26 and C30: the device decides, copies by kernels are late and their places poisoned."""
+    write_variant(tmp_path, variant, hidden_size=128, moe_intermediate_size=128)
+    options = {"dtype": torch.bfloat16, "quantization": quantization}
+    expected = logits_of(load(tmp_path, None, **options))
+    late_fetches(monkeypatch)
+    vain = 0
+    for held in (1, 2, 5):
+        plan = OffloadPlan("cache", E, held, 2, num_layers=1, bundle_bytes=1, tier="host", host_bytes=1)
+        model = load(tmp_path, plan, **options)
+        assert model.offload is not None and model.offload.on_device is not None
+        for mine, theirs in zip(logits_of(model), expected, strict=True):
+            assert_same_bits(mine, theirs)
+        figures = model.offload.statistics()
+        copies = figures.copies
+        assert figures.slots.misses > 20 and 0 < copies.busy_seconds <= copies.span_seconds
+        assert copies.stall_seconds > 0 and copies.due_seconds > 0
+        vain += figures.slots.fetched_in_vain
+    assert vain > 0
 
 
 def test_an_arena_is_pinned_and_let_go() -> None:
