@@ -49,6 +49,7 @@ def attention_prefill(
     kv_starts_B: Tensor | None = None,
     scales: KVScales | Int4Scales | None = None,
     k_rest_NPR: Tensor | None = None,
+    out_THV: Tensor | None = None,
     return_lse: Literal[False] = False,
 ) -> Tensor: ...
 
@@ -70,6 +71,7 @@ def attention_prefill(
     kv_starts_B: Tensor | None = None,
     scales: KVScales | Int4Scales | None = None,
     k_rest_NPR: Tensor | None = None,
+    out_THV: Tensor | None = None,
     return_lse: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...
 
@@ -90,6 +92,7 @@ def attention_prefill(
     kv_starts_B: Tensor | None = None,
     scales: KVScales | Int4Scales | None = None,
     k_rest_NPR: Tensor | None = None,
+    out_THV: Tensor | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """out_THV in q's dtype, or with return_lse (out_THV fp32, lse_TH fp32). `attention_prefill_reference` defines it.
@@ -97,10 +100,11 @@ def attention_prefill(
     Rows query_starts[b] : query_starts[b + 1] of q are the chunk of sequence b; kv_lens[b] keys are reachable through
     its row of the table (entries past them are never used). Index tensors int32; kv_starts None: all start at 0;
     window 0: no window; scales: of caches in e4m3 or int4; k_rest_NPR: the last columns of every head's key, of which
-    the cache holds the others. A query that sees no key gives out 0, lse -inf.
+    the cache holds the others; out_THV: where the result goes, contiguous; None: a new tensor. A query that sees no key
+    gives out 0, lse -inf.
     max_query_len and max_kv_len bound the work and do not change a bit of the result.
     """
-    out_THV, lse_TH = (attention_prefill_triton if uses_triton(q_THC) else attention_prefill_reference)(
+    result_THV, lse_TH = (attention_prefill_triton if uses_triton(q_THC) else attention_prefill_reference)(
         q_THC,
         k_cache_NPGC,
         v_cache_NPGV,
@@ -116,8 +120,9 @@ def attention_prefill(
         scales=scales,
         k_rest_NPR=k_rest_NPR,
         out_dtype=torch.float32 if return_lse else q_THC.dtype,
+        out_THV=out_THV,
     )
-    return (out_THV, lse_TH) if return_lse else out_THV
+    return (result_THV, lse_TH) if return_lse else result_THV
 
 
 def _check_operands(
@@ -165,6 +170,15 @@ def _check_operands(
     )
 
 
+def _place(out_THV: Tensor | None, shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    if out_THV is None:
+        return torch.empty(shape, dtype=dtype, device=device)
+    assert_shape("out_THV", out_THV, shape)
+    assert_dtype("out_THV", out_THV, dtype)
+    assert out_THV.is_contiguous(), "out_THV must lie together in memory"
+    return out_THV
+
+
 def whole_keys(k_cache_NPGC: Tensor, k_rest_NPR: Tensor) -> Tensor:
     """The cache of keys whose last columns lie apart, as one."""
     rest_NPGR = k_rest_NPR.unsqueeze(2).expand(-1, -1, k_cache_NPGC.shape[2], -1)
@@ -188,6 +202,7 @@ def attention_prefill_triton(
     scales: KVScales | Int4Scales | None = None,
     k_rest_NPR: Tensor | None = None,
     out_dtype: torch.dtype = torch.float32,
+    out_THV: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`attention_prefill` as one launch: (out_THV in `out_dtype`, lse_TH fp32). Only the Hopper kernel reads a key's
     columns from two places; for the others they are put together first."""
@@ -200,7 +215,7 @@ def attention_prefill_triton(
     num_tokens, num_heads, width = q_THC.shape
     int4 = isinstance(scales, Int4Scales)
     value_width = width if int4 else v_cache_NPGV.shape[3]
-    out_THV = torch.empty(num_tokens, num_heads, value_width, dtype=out_dtype, device=q_THC.device)
+    out_THV = _place(out_THV, (num_tokens, num_heads, value_width), out_dtype, q_THC.device)
     lse_TH = torch.empty(num_tokens, num_heads, dtype=torch.float32, device=q_THC.device)
     if num_tokens == 0:
         return out_THV, lse_TH
@@ -233,6 +248,7 @@ def attention_prefill_reference(
     scales: KVScales | Int4Scales | None = None,
     k_rest_NPR: Tensor | None = None,
     out_dtype: torch.dtype = torch.float32,
+    out_THV: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(out_THV in `out_dtype`, lse_TH fp32): the definition, and the CPU's product path.
 
@@ -254,7 +270,7 @@ def attention_prefill_reference(
     num_items = sequence_I.shape[0]
     if num_items == 0:
         lse_TH = torch.full((num_tokens, num_heads), float("-inf"), device=device)
-        return q_THC.new_zeros(num_tokens, num_heads, value_width, dtype=out_dtype), lse_TH
+        return _place(out_THV, (num_tokens, num_heads, value_width), out_dtype, device).zero_(), lse_TH
     q_IQHC = q_THC[row_IQ].float().masked_fill(~inside_IQ[..., None, None], 0.0)
     q_IGMQC = q_IQHC.view(num_items, _REFERENCE_QUERIES, num_kv_heads, group, width).permute(0, 2, 3, 1, 4)
     q_IGRC = q_IGMQC.reshape(num_items, num_kv_heads, rows, width)
@@ -282,7 +298,7 @@ def attention_prefill_reference(
         scores_iHQW.masked_fill_(~seen_iQW.unsqueeze(1), float("-inf"))
         state.add((live_i.unsqueeze(1) * num_kv_heads + head_G).flatten(), scores, v_iGWV.flatten(0, 1))
     out_IRV, lse_IR = state.result()
-    out_THV = out_IRV.new_zeros(num_tokens, num_heads, value_width, dtype=out_dtype)
+    out_THV = _place(out_THV, (num_tokens, num_heads, value_width), out_dtype, device).zero_()
     lse_TH = lse_IR.new_full((num_tokens, num_heads), float("-inf"))
     by_query = (num_items, num_heads, _REFERENCE_QUERIES)
     out_THV[row_IQ[inside_IQ]] = out_IRV.view(*by_query, value_width).transpose(1, 2)[inside_IQ].to(out_dtype)

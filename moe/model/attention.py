@@ -6,7 +6,6 @@ this very step wrote.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from kernels.attention_decode import attention_decode
@@ -28,6 +27,13 @@ def _scales(cache: LayerCache) -> KVScales | Int4Scales | None:
     if cache.quantization == "int4":
         return Int4Scales(of_keys, of_values)
     return KVScales(of_keys, of_values, given=cache.quantization == "fp8-layer", saturated_1=cache.saturated_1)
+
+
+def with_rows_behind(rows: Tensor, number: int) -> Tensor:
+    """The first of `number` rows, where the others are still to come: many, and so they are written once."""
+    whole = rows.new_empty(number, *rows.shape[1:])
+    whole[: rows.shape[0]] = rows
+    return whole
 
 
 class GQAttention:
@@ -62,37 +68,34 @@ class GQAttention:
             q_THC, k_TGC, v_TGC, self.norms, rope, k_cache_NPGC, v_cache_NPGC, step.slot_mapping_T, scales
         )
 
-        parts: list[Tensor] = []
+        out_THC = q_THC[:0]
         if step.decode is not None:
-            parts.append(
-                attention_decode(
-                    q_THC[: step.num_decode],
-                    k_cache_NPGC,
-                    v_cache_NPGC,
-                    step.decode.block_tables_BM,
-                    step.decode.kv_lens_B,
-                    scale=self.scale,
-                    window=self.window,
-                    max_kv_len=step.decode.max_kv_len,
-                    scales=scales,
-                )
+            out_THC = attention_decode(
+                q_THC[: step.num_decode],
+                k_cache_NPGC,
+                v_cache_NPGC,
+                step.decode.block_tables_BM,
+                step.decode.kv_lens_B,
+                scale=self.scale,
+                window=self.window,
+                max_kv_len=step.decode.max_kv_len,
+                scales=scales,
             )
         if step.prefill is not None:
-            parts.append(
-                attention_prefill(
-                    q_THC[step.num_decode :],
-                    k_cache_NPGC,
-                    v_cache_NPGC,
-                    step.prefill.block_tables_BM,
-                    step.prefill.query_starts_B1,
-                    step.prefill.query_offsets_B,
-                    step.prefill.kv_lens_B,
-                    scale=self.scale,
-                    window=self.window,
-                    max_query_len=step.prefill.max_query_len,
-                    max_kv_len=step.prefill.max_kv_len,
-                    scales=scales,
-                )
+            out_THC = with_rows_behind(out_THC, q_THC.shape[0])
+            attention_prefill(
+                q_THC[step.num_decode :],
+                k_cache_NPGC,
+                v_cache_NPGC,
+                step.prefill.block_tables_BM,
+                step.prefill.query_starts_B1,
+                step.prefill.query_offsets_B,
+                step.prefill.kv_lens_B,
+                scale=self.scale,
+                window=self.window,
+                max_query_len=step.prefill.max_query_len,
+                max_kv_len=step.prefill.max_kv_len,
+                scales=scales,
+                out_THV=out_THC[step.num_decode :],
             )
-        out_THC = torch.cat(parts) if len(parts) != 1 else parts[0]
         return self.o(out_THC.reshape(-1, H * C))

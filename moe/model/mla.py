@@ -25,6 +25,7 @@ from kernels.mla_decode import mla_decode
 from kernels.rmsnorm import rmsnorm
 from kernels.turn_heads import Rope
 from kv_cache.layout import LayerCache
+from moe.model.attention import with_rows_behind
 from moe.model.config import MLAConfig, ModelConfig
 from moe.model.linear import Linear, Parameters
 from moe.model.step_input import DecodeBatch
@@ -93,12 +94,12 @@ class MLAttention:
             saturated_1=cache.saturated_1,
         )
 
-        parts: list[Tensor] = []
+        out_THV = q_THC.new_empty(0, dims.num_heads, dims.v_head_dim)
         if step.decode is not None:
-            parts.append(self._decode(q_THC[: step.num_decode], cache, step.decode))
+            out_THV = self._decode(q_THC[: step.num_decode], cache, step.decode)
         if step.prefill is not None:
-            parts.append(self._prefill(q_THC[step.num_decode :], cache, plan.mla_rounds))
-        out_THV = torch.cat(parts) if len(parts) != 1 else parts[0]
+            out_THV = with_rows_behind(out_THV, q_THC.shape[0])
+            self._prefill(q_THC[step.num_decode :], cache, plan.mla_rounds, out_THV[step.num_decode :])
         return self.o(out_THV.view(-1, dims.num_heads * dims.v_head_dim))
 
     def _queries(self, q_TX: Tensor) -> Tensor:
@@ -121,10 +122,11 @@ class MLAttention:
         )
         return head_linear(o_latent_BHL, self.w_uv_HVL)
 
-    def _prefill(self, q_THC: Tensor, cache: LayerCache, rounds: tuple[MLARound, ...]) -> Tensor:
-        """out_THV in q's dtype. Round 0 covers every row; later rounds cover those whose sequence has keys there."""
+    def _prefill(self, q_THC: Tensor, cache: LayerCache, rounds: tuple[MLARound, ...], result_THV: Tensor) -> None:
+        """To `result_THV`. Round 0 covers every row; later rounds cover those whose sequence has keys there."""
         if len(rounds) == 1:
-            return attention_prefill(q_THC, **self._expand(q_THC.dtype, cache, rounds[0]))
+            attention_prefill(q_THC, **self._expand(q_THC.dtype, cache, rounds[0]), out_THV=result_THV)
+            return
         num_rows, num_heads, _ = q_THC.shape
         out_THV = torch.empty(num_rows, num_heads, self.dims.v_head_dim, dtype=torch.float32, device=q_THC.device)
         lse_TH = torch.empty(num_rows, num_heads, dtype=torch.float32, device=q_THC.device)
@@ -134,7 +136,7 @@ class MLAttention:
             if part.index > 0:
                 result = merge_attention(out_THV[rows], lse_TH[rows], *result)
             out_THV[rows], lse_TH[rows] = result
-        return out_THV.to(q_THC.dtype)
+        result_THV.copy_(out_THV)
 
     def _expand(self, dtype: torch.dtype, cache: LayerCache, part: MLARound) -> dict[str, Any]:
         """What attention takes beside the queries: the keys and values of one round, expanded, as a cache of pages of

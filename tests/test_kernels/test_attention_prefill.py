@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 
 import pytest
 import torch
@@ -253,6 +254,27 @@ def test_no_rows(attend):
 def test_kernel_with_no_rows(backend):
     queries, cache = draw_case(16, 2, 1, 16, 8, [5, 3], backend.dtype, backend.device)
     assert run(attention_prefill_triton, queries, cache, [(5, 0), (0, 0)])[0].shape == (0, 2, 8)
+
+
+def check_given_place(attend, dtype, device):
+    """The rows behind others of one tensor: the same bits, also where a chunk sees no key, and nothing else written."""
+    queries, cache = draw_case(16, 2, 1, 32, 32, [20, 9], dtype, device)
+    chunks = [(3, 17), (0, 9)]
+    wanted_THV, _ = run(attend, queries, cache, chunks)
+    whole_THV = torch.full((3 + 26 + 2, 2, 32), torch.nan, device=device)
+    place_THV = whole_THV[3:-2]
+    result_THV, _ = run(partial(attend, out_THV=place_THV), queries, cache, chunks)
+    assert result_THV.data_ptr() == place_THV.data_ptr()
+    assert_same_bits(place_THV, wanted_THV)
+    assert bool(whole_THV[:3].isnan().all()) and bool(whole_THV[-2:].isnan().all())
+
+
+def test_kernel_writes_where_it_is_told(backend):
+    check_given_place(attention_prefill_triton, backend.dtype, backend.device)
+
+
+def test_reference_writes_where_it_is_told():
+    check_given_place(attention_prefill_reference, torch.float32, "cpu")
 
 
 @pytest.mark.gpu
