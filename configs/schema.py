@@ -59,7 +59,7 @@ class EngineConfig(Section):
     device: str = key("auto", "auto, cuda or cpu")
     max_model_len: int | None = key(None, "prompt and answer together; null: the checkpoint's max_position_embeddings")
     max_num_seqs: int | None = key(None, "most answers in progress at a time; null: 1024 on a GPU, 256 on the CPU")
-    max_batched_tokens: int = key(8192, "token budget of one step")
+    max_batched_tokens: int = key(16384, "token budget of one step")
     prefill_chunk: int | None = key(None, "most prompt tokens of one request in one step; null: the token budget")
     cuda_graphs: bool = key(True, "replay decode steps as CUDA graphs (on a GPU)")
     capture_seconds: float = key(10.0, "time to capture graphs in before the first step; the rest when first wanted")

@@ -28,7 +28,7 @@ def test_a_finished_jobs_record_has_every_part(tmp_path: Path) -> None:
     assert record["outcome"] == "some failed" and record["model"] == "some/model" and record["lines_total"] == 10_000
     assert record["answered"] == 2000 and record["failed"] == 46 and record["lines"] == 2046
     assert record["command"].startswith("python -m launch.generate model=some/model input=prompts.jsonl ")
-    assert record["config"]["engine"]["max_batched_tokens"] == 8192 and "model" in record["changed_keys"]
+    assert record["config"]["engine"]["max_batched_tokens"] == 16384 and "model" in record["changed_keys"]
     assert record["plan"]["num_blocks"] == 4000 and record["memory_used"]["host_peak"] > 10 << 20
     assert record["versions"]["torch"] and record["versions"]["python"] == ".".join(map(str, sys.version_info[:3]))
     assert len(record["expert_counts"]) == 12 and record["expert_balance"] == 0.41

@@ -41,7 +41,7 @@ def test_experts_in_host_memory_have_keys_that_go_together() -> None:
         ({"engine__max_model_len": 0}, "engine.max_model_len=0 is out of range; give a value from 2 up."),
         ({"engine__max_num_seqs": 0}, "engine.max_num_seqs=0 is out of range"),
         ({"engine__step_timeout_s": 0.0}, "engine.step_timeout_s=0.0 is out of range; give a value above 0 up."),
-        ({"engine__prefill_chunk": 9000}, "engine.prefill_chunk=9000 exceeds engine.max_batched_tokens=8192"),
+        ({"engine__prefill_chunk": 17000}, "engine.prefill_chunk=17000 exceeds engine.max_batched_tokens=16384"),
         ({"sampling__temperature": -1.0}, "sampling.temperature=-1.0 is out of range"),
         ({"sampling__temperature": float("nan")}, "sampling.temperature=nan is out of range"),
         ({"sampling__top_p": 0.0}, "sampling.top_p=0.0 is out of range; give a value above 0 to 1."),

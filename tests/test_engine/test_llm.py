@@ -106,7 +106,7 @@ def test_the_api_checks_and_closes_its_config(folder: Path) -> None:
     """The checks of the command line, before anything is loaded: no parts are given, and no model of that name is."""
     for options, message in (
         ({"max_num_seqs": 0}, r"engine\.max_num_seqs=0 is out of range"),
-        ({"prefill_chunk": 9000}, r"engine\.prefill_chunk=9000 exceeds engine\.max_batched_tokens=8192"),
+        ({"prefill_chunk": 17000}, r"engine\.prefill_chunk=17000 exceeds engine\.max_batched_tokens=16384"),
         ({"block_size": 24}, r"cache\.block_size=24 is no power of two"),
         ({"dtype": "fp16"}, "dtype='fp16' is unknown"),
         ({"device": "tpu"}, r"engine\.device='tpu' is unknown"),

@@ -167,10 +167,10 @@ def test_later_wins(tmp_path: Path) -> None:
         "preset: throughput\nengine:\n  max_num_seqs: 7\nsampling: {stop: ['</s>', 'a=b'], temperature: 0.5}\n"
     )
     config = composed("--config", str(file))
-    assert (config.engine.max_num_seqs, config.engine.max_batched_tokens) == (7, 16384)  # file over preset
+    assert (config.engine.max_num_seqs, config.cache.memory_fraction) == (7, 0.94)  # file over preset
     assert config.sampling.stop == ["</s>", "a=b"]
     assert composed("--config", str(file), "engine.max_num_seqs=8").engine.max_num_seqs == 8
-    assert composed("--config", str(file), "preset=none").engine.max_batched_tokens == 8192
+    assert composed("--config", str(file), "preset=none").cache.memory_fraction == 0.9
     assert composed("sampling.n=2", "--set", "sampling.n=3").sampling.n == 3
     assert composed().engine.max_num_seqs is None  # nothing stays behind from one composition to the next
 
