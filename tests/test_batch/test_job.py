@@ -164,6 +164,18 @@ def test_duplicate_ids_are_both_kept_and_told_apart_by_line(tmp_path: Path) -> N
     ]
 
 
+def test_c47_ids_of_all_kinds_come_back_with_their_lines_whichever_finishes_first(tmp_path: Path) -> None:
+    ids: list[Any] = ["a", "a", 1, "1", 1.0, True, None, "x" * 300, {"k": [1 << 70, 1e-7]}]
+    lines = [{"id": each, "prompt": f"p{i}", "max_tokens": 50 - 5 * i} for i, each in enumerate(ids)]
+    lines.append({"prompt": "without", "max_tokens": 1})
+    records, engine, _, _ = run(tmp_path, jsonl(*lines))
+    assert engine.finished == [f"line-{number}" for number in range(len(lines), 0, -1)]
+    expected = [7 if each is None else each for each in ids] + [10]  # a line without an id has its number
+    assert repr([record["id"] for record in records]) == repr(expected)
+    assert [record["line"] for record in records] == list(range(1, 11))
+    assert [record["text"] for record in records] == [f"P{i}" for i in range(9)] + ["WITHOUT"]
+
+
 def test_limit_and_empty_input(tmp_path: Path) -> None:
     config = Config()
     config.job.limit = 2

@@ -178,6 +178,26 @@ def test_a_fault_is_code_1_and_the_same_command_goes_on(
     assert "made with other settings: sampling.seed=0 there, 1 now" in capsys.readouterr().err
 
 
+def test_c23_prompts_about_the_length_limit_have_one_record_each_under_their_own_id() -> None:
+    lengths = {"ten": 10, "over": 65, "at": 64, "under": 63, "ten again": 10}
+    lines = [
+        {"id": name, "prompt_token_ids": [300 + i for i in range(length)], "max_tokens": 50 if length == 63 else 2}
+        for name, length in lengths.items()
+    ]
+    source = write("in.jsonl", *(line | {"ignore_eos": True} for line in lines))
+    words = [f"input={source}", "output=out.jsonl", "engine.max_model_len=64", *FAST]
+    assert generate.main(words) == generate.SOME_FAILED
+    records = read("out.jsonl")
+    assert [record["id"] for record in records] == list(lengths)
+    for place, length in ((1, 65), (2, 64)):
+        error = records[place]["error"]
+        assert error["type"] == "request_failed"
+        assert f"the prompt has {length} tokens, but engine.max_model_len=64" in error["message"]
+    ends = [(len(records[place]["token_ids"]), records[place]["finish_reason"]) for place in (0, 3, 4)]
+    assert ends == [(2, "length"), (1, "length"), (2, "length")]
+    assert [records[place]["prompt_tokens"] for place in (0, 3, 4)] == [10, 63, 10]
+
+
 def test_a_damaged_input_that_is_mended_goes_on_by_force(capsys: pytest.CaptureFixture[str]) -> None:
     whole = gzip.compress(
         Path(write("in.jsonl", *({"prompt": f"{i} And", "max_tokens": 1} for i in range(40)))).read_bytes()
