@@ -22,9 +22,10 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warp
 
 from kernels.checks import cdiv
 from kernels.dependent_launch import dependent_launch
-from kernels.grouped_gemm_specialized import advance, descriptor, write_rows
+from kernels.grouped_gemm_specialized import descriptor, write_rows
 from kernels.quantize import GROUP, Quantized, QuantizedBlocks
 from kernels.row_tiles import most_row_tiles, slot_step, tile_of_program
+from kernels.tile_turns import advance
 from kernels.tiles import num_multiprocessors
 
 

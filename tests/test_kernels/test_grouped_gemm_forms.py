@@ -35,7 +35,7 @@ def test_compiles(arch, name, swiglu, gathered):
     if tile.form == "specialized":
         args |= {"x": "*bf16" if gathered else box("bf16", tile.block_m, tile.block_k)}
         args |= {"w_desc": box("bf16", tile.block_n, tile.block_k), "STAGES": tile.num_stages}
-        args |= {"stride_x8": "i32"}
+        args |= {"stride_x8": "i32", "counter_ptr": "*i32" if gathered else None}
         compile_gluon_ahead(_grouped_gemm_specialized_kernel, args, num_warps=tile.num_warps)
         return
     args |= {"x": "*bf16" if gathered else f"tensordesc<bf16[{tile.block_m}, {tile.block_k}]>"}
