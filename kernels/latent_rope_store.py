@@ -19,8 +19,9 @@ from kernels.checks import cdiv, next_power_of_2, uses_triton
 from kernels.dependent_launch import dependent_launch, wait_for_inputs
 from kernels.kv_quantize import check_scales, given_codes, row_codes, row_scale, store_rows_reference
 from kernels.kv_store import latent_store_reference
-from kernels.rmsnorm import norm_tile, rms_apply, rms_scale, rmsnorm_reference
+from kernels.rmsnorm import norm_tile, rms_apply, rms_scale, rmsnorm_reference, tile_of_many
 from kernels.rope import rope_reference_, rotate
+from kernels.tiles import num_multiprocessors
 from kernels.turn_heads import Rope, angles_of, check_rope, load_pairs, store_pairs
 
 
@@ -53,8 +54,9 @@ def latent_rope_store(
 #   dtype; positions_ptr, slots_ptr int64 [T]; table_ptr fp32 [P, 2 * HALF], R = 2 * HALF; scales_ptr None, or fp32
 #   [N, P, 2] of a cache in e4m3: each part's largest magnitude / 448, or GIVEN; saturated_ptr int64 [1] or None: takes
 #   the number of entries beyond a given scale
-#   grid (cdiv(T, BLOCK_R) + T * cdiv(H, BLOCK_H),): first programs of BLOCK_R latents each, then programs of BLOCK_H
-#   query heads of one token. fp32 statistics and rotation, one cast each. What lies beyond the last is masked.
+#   grid (cdiv(T, BLOCK_R) + cdiv(T, TOKENS) * cdiv(H, BLOCK_H),): first programs of BLOCK_R latents each, then programs
+#   of BLOCK_H query heads of each of TOKENS tokens. fp32 statistics and rotation, one cast each. What lies beyond the
+#   last is masked.
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -85,6 +87,7 @@ def _latent_rope_store_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_L: tl.constexpr,
     BLOCK_H: tl.constexpr,
+    TOKENS: tl.constexpr,
     BLOCK_P: tl.constexpr,
     GIVEN: tl.constexpr,
     PDL: tl.constexpr,
@@ -129,16 +132,20 @@ def _latent_rope_store_kernel(
     else:
         head_blocks = tl.cdiv(num_heads, BLOCK_H)
         program = tl.program_id(0) - latent_programs
+        query = tl.arange(0, TOKENS * BLOCK_H)[:, None]
+        head = (program % head_blocks) * BLOCK_H + query % BLOCK_H
         token = (program // head_blocks).to(tl.int64)
-        head = ((program % head_blocks) * BLOCK_H + tl.arange(0, BLOCK_H))[:, None]
-        used = head < num_heads
+        if TOKENS > 1:
+            token = token * TOKENS + query // BLOCK_H
+        used = (token < num_tokens) & (head < num_heads)
         head_ptr = q_pe_ptr + token * stride_qt + head.to(tl.int64) * stride_qh
-        first, second = load_pairs(head_ptr, used, BLOCK_H, HALF, INTERLEAVED, BLOCK_P)
-        head_cos, head_sin = angles_of(table_ptr, tl.load(positions_ptr + token), HALF, BLOCK_P)
+        first, second = load_pairs(head_ptr, used, TOKENS * BLOCK_H, HALF, INTERLEAVED, BLOCK_P)
+        position = tl.load(positions_ptr + token, mask=token < num_tokens, other=0)
+        head_cos, head_sin = angles_of(table_ptr, position, HALF, BLOCK_P)
         first, second = rotate(first, second, head_cos, head_sin)
         # A small tile is held by several threads at once: all must have read before one writes.
         tl.debug_barrier()
-        store_pairs(head_ptr, first, second, used, BLOCK_H, HALF, INTERLEAVED, BLOCK_P)
+        store_pairs(head_ptr, first, second, used, TOKENS * BLOCK_H, HALF, INTERLEAVED, BLOCK_P)
 
 
 def latent_rope_store_triton(
@@ -174,10 +181,12 @@ def _launch(
     num_tokens, num_heads, rotated = q_pe_THR.shape
     if num_tokens == 0:
         return
-    block_r, block_l, num_warps = norm_tile(norm_L.shape[0])
+    latent = norm_L.shape[0]
+    block_r, block_l, num_warps = tile_of_many(num_tokens, latent, num_multiprocessors(kv_TX.device))
     block_p = next_power_of_2(rotated // 2)
     block_h = min(next_power_of_2(num_heads), max(1, 1024 // block_p))
-    _latent_rope_store_kernel[(cdiv(num_tokens, block_r) + num_tokens * cdiv(num_heads, block_h),)](
+    tokens = block_r // norm_tile(latent)[0]
+    _latent_rope_store_kernel[(cdiv(num_tokens, block_r) + cdiv(num_tokens, tokens) * cdiv(num_heads, block_h),)](
         q_pe_THR,
         kv_TX,
         norm_L,
@@ -195,12 +204,13 @@ def _launch(
         kv_TX.stride(0),
         *cache_NPX.stride()[:2],
         *((0, 0) if scales_NP2 is None else scales_NP2.stride()[:2]),
-        LATENT=norm_L.shape[0],
+        LATENT=latent,
         HALF=rotated // 2,
         INTERLEAVED=rope.interleaved,
         BLOCK_R=block_r,
         BLOCK_L=block_l,
         BLOCK_H=block_h,
+        TOKENS=tokens,
         BLOCK_P=block_p,
         GIVEN=given,
         num_warps=num_warps,

@@ -15,7 +15,8 @@ from triton.experimental.gluon import language as gl
 def mask_scores(s, start, n, query, first, kv_end, first_query, last_query, WINDOW: gl.constexpr):
     """The scores s [64, N] of keys from position `start` on, -inf where a query [64] does not see the key.
 
-    n [N] counts keys; `first_query` and `last_query` bound `query`; keys are in [first, kv_end). A tile that all see is not looked at.
+    n [N] counts keys; `first_query` and `last_query` bound `query`; keys are in [first, kv_end). A tile that all see is
+    not looked at.
     """
     BLOCK_N: gl.constexpr = n.shape[0]
     edge = (start < first) | (start + BLOCK_N > kv_end) | (start + BLOCK_N > first_query + 1)

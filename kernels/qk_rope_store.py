@@ -11,6 +11,8 @@ rope.py, kv_store.py): same operations, same roundings to the model dtype betwee
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -21,8 +23,9 @@ from kernels.kv_int4 import Int4Scales, check_int4_caches, store_int4_reference
 from kernels.kv_quantize import KVScales, check_kv_scales, given_codes, row_codes, row_scale, store_rows_reference
 from kernels.kv_store import kv_store_reference
 from kernels.qk_rope_store_int4 import qk_rope_store_int4
-from kernels.rmsnorm import norm_tile, rmsnorm_reference
+from kernels.rmsnorm import norm_tile, rmsnorm_reference, tile_of_many
 from kernels.rope import rope_reference_
+from kernels.tiles import num_multiprocessors
 from kernels.turn_heads import HeadNorms, Rope, check_rope, turn_heads
 
 
@@ -52,12 +55,13 @@ def qk_rope_store(
 #   q_weight_ptr, k_weight_ptr [C] or None; out_ptr [T, H, C] contiguous; positions_ptr, slots_ptr int64 [T];
 #   table_ptr fp32 [P, 2 * HALF]; k_scale_ptr, v_scale_ptr None, or fp32 [N, P, G] of caches in e4m3: read where GIVEN,
 #   else written; saturated_ptr int64 [1] or None: takes the number of entries beyond a given scale
-#   grid (T, cdiv(H, BLOCK_H) + 2 * cdiv(G, BLOCK_H)): a program owns BLOCK_H heads of one token: of q, then of k, then
-#   of v. fp32 statistics and rotation, a cast after each. Heads and columns beyond the last are masked; slot -1 writes
-#   nothing.
+#   grid (T * cdiv(H, BLOCK_H) + 2 * cdiv(T, TOKENS) * cdiv(G, BLOCK_G),): first programs of BLOCK_H query heads of one
+#   token; then programs of BLOCK_G kv heads of each of TOKENS tokens, of keys, then of values. fp32 statistics and
+#   rotation, a cast after each. Tokens, heads and columns beyond the last are masked; slot -1 writes nothing.
 
 
-@triton.jit
+# Sizes of the batch are not specialised on: a kernel compiled in the middle of a run would stall it.
+@triton.jit(do_not_specialize=["num_tokens"])
 def _qk_rope_store_kernel(
     q_ptr,
     k_ptr,
@@ -74,6 +78,7 @@ def _qk_rope_store_kernel(
     slots_ptr,
     table_ptr,
     eps,
+    num_tokens,
     num_heads,
     num_kv_heads,
     page_size,
@@ -96,17 +101,19 @@ def _qk_rope_store_kernel(
     HALF: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     BLOCK_H: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    TOKENS: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_P: tl.constexpr,
     GIVEN: tl.constexpr,
     PDL: tl.constexpr,
 ):
     wait_for_inputs(PDL)
-    token = tl.program_id(0).to(tl.int64)
-    q_programs, k_programs = tl.cdiv(num_heads, BLOCK_H), tl.cdiv(num_kv_heads, BLOCK_H)
-    block = tl.program_id(1)
-    if block < q_programs:
-        head = (block * BLOCK_H + tl.arange(0, BLOCK_H))[:, None]
+    head_blocks = tl.cdiv(num_heads, BLOCK_H)
+    program = tl.program_id(0) - num_tokens * head_blocks
+    if program < 0:
+        token = (tl.program_id(0) // head_blocks).to(tl.int64)
+        head = ((tl.program_id(0) % head_blocks) * BLOCK_H + tl.arange(0, BLOCK_H))[:, None]
         used = head < num_heads
         row_ptr = q_ptr + token * stride_qt + head * stride_qh
         out_row_ptr = out_ptr + (token * num_heads + head) * WIDTH
@@ -116,30 +123,38 @@ def _qk_rope_store_kernel(
             WIDTH, HALF, INTERLEAVED, BLOCK_H, BLOCK_C, BLOCK_P, GIVEN,
         )  # fmt: skip
     else:
-        slot = tl.load(slots_ptr + token)
+        kv_blocks = tl.cdiv(num_kv_heads, BLOCK_G)
+        k_programs = tl.cdiv(num_tokens, TOKENS) * kv_blocks
+        of_keys = program < k_programs
+        program = tl.where(of_keys, program, program - k_programs)
+        row = tl.arange(0, TOKENS * BLOCK_G)[:, None]
+        kv_head = (program % kv_blocks) * BLOCK_G + row % BLOCK_G
+        kv_token = (program // kv_blocks).to(tl.int64)
+        if TOKENS > 1:
+            kv_token = kv_token * TOKENS + row // BLOCK_G
+        in_batch = kv_token < num_tokens
+        slot = tl.load(slots_ptr + kv_token, mask=in_batch, other=-1)
         page, offset = slot // page_size, slot % page_size
-        if block < q_programs + k_programs:
-            head = ((block - q_programs) * BLOCK_H + tl.arange(0, BLOCK_H))[:, None]
-            used = head < num_kv_heads
-            row_ptr = k_ptr + token * stride_kt + head * stride_kg
-            place_ptr = k_cache_ptr + page * stride_kcn + offset * stride_kcp + head * stride_kcg
+        used_kv = in_batch & (kv_head < num_kv_heads)
+        stored = used_kv & (slot >= 0)
+        if of_keys:
+            kv_row_ptr = k_ptr + kv_token * stride_kt + kv_head * stride_kg
+            place_ptr = k_cache_ptr + page * stride_kcn + offset * stride_kcp + kv_head * stride_kcg
             scale_ptr = k_scale_ptr
             if k_scale_ptr is not None:
-                scale_ptr = k_scale_ptr + page * stride_sn + offset * stride_sp + head * stride_sg
-            position = tl.load(positions_ptr + token)
+                scale_ptr = k_scale_ptr + page * stride_sn + offset * stride_sp + kv_head * stride_sg
+            kv_position = tl.load(positions_ptr + kv_token, mask=in_batch, other=0)
             turn_heads(
-                row_ptr, place_ptr, scale_ptr, saturated_ptr, k_weight_ptr, table_ptr, position, used,
-                used & (slot >= 0), eps, WIDTH, HALF, INTERLEAVED, BLOCK_H, BLOCK_C, BLOCK_P, GIVEN,
+                kv_row_ptr, place_ptr, scale_ptr, saturated_ptr, k_weight_ptr, table_ptr, kv_position, used_kv, stored,
+                eps, WIDTH, HALF, INTERLEAVED, TOKENS * BLOCK_G, BLOCK_C, BLOCK_P, GIVEN,
             )  # fmt: skip
         else:
-            head = ((block - q_programs - k_programs) * BLOCK_H + tl.arange(0, BLOCK_H))[:, None]
             c = tl.arange(0, BLOCK_C)[None, :]
-            used_values = (head < num_kv_heads) & (c < WIDTH)
-            v = tl.load(v_ptr + token * stride_vt + head * stride_vg + c, mask=used_values, other=0.0)
-            place_ptr = v_cache_ptr + page * stride_vcn + offset * stride_vcp + head * stride_vcg
+            v_row_ptr = v_ptr + kv_token * stride_vt + kv_head * stride_vg
+            v = tl.load(v_row_ptr + c, mask=used_kv & (c < WIDTH), other=0.0)
+            place_ptr = v_cache_ptr + page * stride_vcn + offset * stride_vcp + kv_head * stride_vcg
             if v_scale_ptr is not None:
-                scale_ptrs = v_scale_ptr + page * stride_sn + offset * stride_sp + head * stride_sg
-                stored = (head < num_kv_heads) & (slot >= 0)
+                scale_ptrs = v_scale_ptr + page * stride_sn + offset * stride_sp + kv_head * stride_sg
                 if GIVEN:
                     scale = tl.load(scale_ptrs, mask=stored, other=1.0)
                     v = given_codes(v, scale, stored, place_ptr, saturated_ptr)
@@ -147,7 +162,26 @@ def _qk_rope_store_kernel(
                     scale = row_scale(tl.max(tl.abs(v.to(tl.float32)), axis=1))[:, None]
                     tl.store(scale_ptrs, scale, mask=stored)
                     v = row_codes(v, scale, place_ptr)
-            tl.store(place_ptr + c, v, mask=used_values & (slot >= 0))
+            tl.store(place_ptr + c, v, mask=stored & (c < WIDTH))
+
+
+class HeadsTile(NamedTuple):
+    """Query heads of a program; kv heads of a token, and tokens, of one that stores; warps."""
+
+    block_h: int
+    block_g: int
+    tokens: int
+    num_warps: int
+
+
+def heads_tile(num_tokens: int, num_heads: int, num_kv_heads: int, width: int, multiprocessors: int) -> HeadsTile:
+    """The tile for so many tokens; none changes a bit."""
+    rows, _, num_warps = norm_tile(width)
+    many, _, _ = tile_of_many(num_tokens * num_heads, width, multiprocessors)
+    if many == rows:
+        return HeadsTile(rows, rows, 1, num_warps)
+    block_g = min(next_power_of_2(num_kv_heads), many)
+    return HeadsTile(max(rows, min(next_power_of_2(num_heads), many)), block_g, many // block_g, num_warps)
 
 
 def qk_rope_store_triton(
@@ -184,10 +218,11 @@ def _launch(
     out_THC = q_THC.new_empty(num_tokens, num_heads, width)
     if num_tokens == 0:
         return out_THC
-    block_h, block_c, num_warps = norm_tile(width)
+    tile = heads_tile(num_tokens, num_heads, num_kv_heads, width, num_multiprocessors(q_THC.device))
     q_C, k_C, eps = norms or (None, None, 0.0)
     k_NPG, v_NPG, given, saturated_1 = scales or (None, None, False, None)
-    _qk_rope_store_kernel[(num_tokens, cdiv(num_heads, block_h) + 2 * cdiv(num_kv_heads, block_h))](
+    kv_programs = cdiv(num_tokens, tile.tokens) * cdiv(num_kv_heads, tile.block_g)
+    _qk_rope_store_kernel[(num_tokens * cdiv(num_heads, tile.block_h) + 2 * kv_programs,)](
         q_THC,
         k_TGC,
         v_TGC,
@@ -203,6 +238,7 @@ def _launch(
         slot_mapping_T,
         rope.cos_sin_PR,
         eps,
+        num_tokens,
         num_heads,
         num_kv_heads,
         k_cache_NPGC.shape[1],
@@ -215,11 +251,13 @@ def _launch(
         WIDTH=width,
         HALF=half,
         INTERLEAVED=rope.interleaved,
-        BLOCK_H=block_h,
-        BLOCK_C=block_c,
+        BLOCK_H=tile.block_h,
+        BLOCK_G=tile.block_g,
+        TOKENS=tile.tokens,
+        BLOCK_C=next_power_of_2(width),
         BLOCK_P=next_power_of_2(half),
         GIVEN=given,
-        num_warps=num_warps,
+        num_warps=tile.num_warps,
         **dependent_launch(q_THC),
     )
     return out_THC

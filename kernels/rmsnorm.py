@@ -66,6 +66,22 @@ def norm_tile(num_columns: int) -> tuple[int, int, int]:
     return max(1, min(8, 1024 // block_c)), block_c, 8 if block_c > 2048 else 4
 
 
+_MANY, _PROGRAMS = 4, 8
+"""A program takes this many times the rows where so many programs are left for each multiprocessor."""
+
+
+def tile_of_many(num_rows: int, num_columns: int, multiprocessors: int) -> tuple[int, int, int]:
+    """`norm_tile`, of more rows where there are many: more bytes of a program are on their way from memory at once.
+
+    Only where norm_tile already gives each thread as many entries as it loads at once (16 bytes): then more rows leave
+    a row's entries in the same threads, and its sum its bits.
+    """
+    rows, block_c, num_warps = norm_tile(num_columns)
+    whole_loads = rows * block_c >= num_warps * 32 * 8
+    enough = num_rows >= _MANY * rows * _PROGRAMS * multiprocessors
+    return (_MANY if whole_loads and enough else 1) * rows, block_c, num_warps
+
+
 # y[r, c] = weight[c] * cast(x[r, c] / sqrt(mean over c of x[r]^2 + eps)), x[r] being cast(x[r] + residual[r]) if given
 #   row r = (outer, inner): x_ptr [A, B, C] strided in A and B; residual_ptr [A, C] strided or None, where B is 1;
 #   sum_ptr (the new residual) and y_ptr [A, B, C] contiguous. grid (cdiv(A*B, BLOCK_R),): a program owns BLOCK_R rows.

@@ -68,9 +68,9 @@ def test_kernels_against_the_reference(backend, tile, num_tokens, num_experts, w
 )
 def test_bits_depend_neither_on_the_batch_nor_on_the_tile(dtype, num_experts, width, rule):
     """One row, a few, and as many as take each of the rule's tiles."""
-    x_TD, weight_ED, bias_E = operands(1500, num_experts, width, dtype, "cuda")
+    x_TD, weight_ED, bias_E = operands(4500, num_experts, width, dtype, "cuda")
     whole = gate(x_TD, weight_ED, bias_E, rule)
-    for start, end in ((0, 1), (1499, 1500), (100, 117), (3, 67), (3, 259), (0, 1500)):
+    for start, end in ((0, 1), (4499, 4500), (100, 117), (3, 67), (3, 259), (0, 1500), (0, 4500)):
         for tile in (None, CUT, GateTile(16, 32, 64, 4, 1, cut=False)):
             part = gate_triton(x_TD[start:end].clone(), weight_ED, bias_E, rule, tile=tile)
             assert torch.equal(part.expert_ids_TK, whole.expert_ids_TK[start:end]), (tile, start, end)
@@ -97,6 +97,6 @@ def test_compiles(arch):
     for num_tokens in (1, 1024, 4096):
         tile = gate_tile(num_tokens, arch // 10, wide=False)
         blocks = {"CUT": tile.cut, "BLOCK_T": tile.block_t, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k}
-        assert compile_ahead(_gate_kernel, arch, args | blocks, num_warps=tile.num_warps, num_stages=tile.num_stages), (
-            tile
-        )
+        for even in (True, False):
+            options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
+            assert compile_ahead(_gate_kernel, arch, args | blocks | {"EVEN": even}, **options), tile

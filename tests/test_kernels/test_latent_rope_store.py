@@ -12,8 +12,9 @@ from kernels.latent_rope_store import (
     latent_rope_store_reference,
     latent_rope_store_triton,
 )
-from kernels.rmsnorm import rmsnorm_triton
+from kernels.rmsnorm import norm_tile, rmsnorm_triton, tile_of_many
 from kernels.rope import rope_triton_
+from kernels.tiles import num_multiprocessors
 from kernels.turn_heads import Rope
 from tests.aot import ARCHS, aot, compile_ahead
 from tests.compare import assert_same_as_separate, assert_same_bits, rel_norm
@@ -78,6 +79,15 @@ def test_kernel_for_numbers_of_tokens(backend, num_tokens):
     check_against_separate(q_THC, args, 8)
 
 
+@pytest.mark.parametrize("interleaved", [False, True], ids=["half", "interleaved"])
+def test_many_tokens_have_the_bits_of_few(backend, interleaved):
+    multiprocessors = num_multiprocessors(torch.device(backend.device))
+    num_tokens = 64 * multiprocessors + 3
+    assert (norm_tile(512)[0], tile_of_many(num_tokens, 512, multiprocessors)[0]) == (2, 8)
+    q_THC, args = operands(num_tokens, 3, 512, 12, backend.dtype, backend.device, interleaved=interleaved)
+    check_against_separate(q_THC, args, 12)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_reference_against_fp64(dtype):
     q_THC, args = operands(9, 3, 32, 8, dtype, "cpu", interleaved=True)
@@ -117,6 +127,7 @@ def test_compiles(arch, cached, given, interleaved):
     indices = {"positions_ptr": "*i64", "slots_ptr": "*i64", "table_ptr": "*fp32", "eps": "fp32"}
     names = ("num_tokens", "num_heads", "page_size", "stride_qt", "stride_qh", "stride_kt", "stride_cn", "stride_cp")
     names += ("stride_sn", "stride_sp")
-    blocks = {"LATENT": 512, "HALF": 32, "BLOCK_R": 2, "BLOCK_L": 512, "BLOCK_H": 16, "BLOCK_P": 32, "GIVEN": given}
+    blocks = {"LATENT": 512, "HALF": 32, "BLOCK_L": 512, "BLOCK_H": 16, "BLOCK_P": 32, "GIVEN": given}
     args = pointers | indices | dict.fromkeys(names, "i32") | blocks | {"INTERLEAVED": interleaved, "PDL": arch >= 90}
-    assert compile_ahead(_latent_rope_store_kernel, arch, args)
+    for tokens in (1, 4):
+        assert compile_ahead(_latent_rope_store_kernel, arch, args | {"BLOCK_R": 2 * tokens, "TOKENS": tokens})

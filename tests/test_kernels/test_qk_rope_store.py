@@ -7,13 +7,16 @@ import torch
 
 from kernels.kv_store import kv_store_triton
 from kernels.qk_rope_store import (
+    HeadsTile,
     _qk_rope_store_kernel,
+    heads_tile,
     qk_rope_store,
     qk_rope_store_reference,
     qk_rope_store_triton,
 )
 from kernels.rmsnorm import rmsnorm_triton
 from kernels.rope import rope_triton_
+from kernels.tiles import num_multiprocessors
 from kernels.turn_heads import HeadNorms, Rope
 from tests.aot import ARCHS, aot, compile_ahead
 from tests.compare import assert_same_as_separate, assert_same_bits, rel_norm
@@ -91,6 +94,30 @@ def test_kernel_for_numbers_of_tokens(backend, num_tokens):
     check_against_separate(args)
 
 
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "width", "rotated", "tile"),
+    [
+        pytest.param(12, 3, 128, 64, HeadsTile(16, 4, 8, 4), id="tokens-stored-together"),
+        pytest.param(32, 40, 128, 128, HeadsTile(32, 32, 1, 4), id="more-kv-heads-than-a-program"),
+    ],
+)
+def test_many_tokens_have_the_bits_of_few(backend, heads, kv_heads, width, rotated, tile):
+    multiprocessors = num_multiprocessors(torch.device(backend.device))
+    num_tokens = -(-256 * multiprocessors // heads) + 3
+    assert heads_tile(num_tokens, heads, kv_heads, width, multiprocessors) == tile
+    assert heads_tile(1, heads, kv_heads, width, multiprocessors).tokens == 1
+    args = operands(
+        num_tokens, heads, kv_heads, width, rotated, backend.dtype, backend.device, norms=True, interleaved=False
+    )
+    check_against_separate(args)
+
+
+def test_heads_keep_their_tile_where_more_rows_would_lie_in_other_threads():
+    """8 rows of 64 entries are 4 for each of 128 threads; of more rows a thread would load 8."""
+    assert heads_tile(2**20, 32, 4, 64, 132) == heads_tile(1, 32, 4, 64, 132) == HeadsTile(8, 8, 1, 4)
+    assert heads_tile(2**20, 32, 4, 128, 132) == HeadsTile(32, 4, 8, 4)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("interleaved", [False, True], ids=["half", "interleaved"])
 def test_reference_against_fp64(dtype, interleaved):
@@ -165,8 +192,10 @@ def test_compiles(arch, cached, given, normed, interleaved):
     weights = dict.fromkeys(("q_weight_ptr", "k_weight_ptr"), "*bf16" if normed else None)
     indices = {"positions_ptr": "*i64", "slots_ptr": "*i64", "table_ptr": "*fp32", "eps": "fp32"}
     names = ("qt", "qh", "kt", "kg", "vt", "vg", "kcn", "kcp", "kcg", "vcn", "vcp", "vcg", "sn", "sp", "sg")
-    sizes = {"num_heads": "i32", "num_kv_heads": "i32", "page_size": "i32", **{f"stride_{n}": "i32" for n in names}}
-    blocks = {"BLOCK_H": 8, "BLOCK_C": 128, "BLOCK_P": 32, "HALF": 32, "WIDTH": 128, "INTERLEAVED": interleaved}
-    blocks["GIVEN"] = given
-    args = pointers | weights | indices | sizes | blocks | {"PDL": arch >= 90}
-    assert compile_ahead(_qk_rope_store_kernel, arch, args)
+    names = (*(f"stride_{name}" for name in names), "num_tokens", "num_heads", "num_kv_heads", "page_size")
+    blocks = {"BLOCK_C": 128, "BLOCK_P": 32, "HALF": 32, "WIDTH": 128, "INTERLEAVED": interleaved, "GIVEN": given}
+    args = pointers | weights | indices | dict.fromkeys(names, "i32") | blocks | {"PDL": arch >= 90}
+    for num_tokens in (1, 8192):
+        tile = heads_tile(num_tokens, 32, 4, 128, 132)
+        sizes = {"BLOCK_H": tile.block_h, "BLOCK_G": tile.block_g, "TOKENS": tile.tokens}
+        assert compile_ahead(_qk_rope_store_kernel, arch, args | sizes, num_warps=tile.num_warps)
