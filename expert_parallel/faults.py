@@ -122,7 +122,7 @@ class FaultWatch:
         try:
             if not self.store.check([f"{_KEY}/left/{next_rank}"]):
                 self.store.compare_set(
-                    _KEY, "", f"rank {next_rank}: its process has ended: it was killed, or its machine"
+                    _KEY, "", f"rank {next_rank}: its process has ended: killed, gone with its machine, or left early"
                 )
         except RuntimeError:
             pass  # the store is gone, which is told like any other fault

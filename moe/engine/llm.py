@@ -23,7 +23,7 @@ from configs.torchrun import rank_environment
 from moe.engine.engine import Engine
 from moe.engine.memory_plan import MemoryPlan
 from moe.engine.parts import Parts
-from moe.engine.request import Request, RequestOutput, SamplingParams
+from moe.engine.request import Request, RequestOutput, SamplingParams, digest_of
 from moe.engine.stats import EngineStats
 from moe.engine.team import Team
 from moe.engine.tokenizer import Tokenizer
@@ -313,6 +313,8 @@ class LLM:
         own_share: bool = False,
     ) -> list[RequestOutput]:
         engine, team = self._open(), self._team
+        if team is not None:
+            _check_same(team, prompts, params)
         requests = [self._request(self._next_id(), *each) for each in zip(prompts, params, strict=True)]
         if team is not None:
             return self._answer_together(team, engine, requests, own_share=own_share)
@@ -426,6 +428,21 @@ def _is_ids(value: object) -> bool:
 def _is_one_prompt(prompts: object) -> bool:
     """A text, a dict, or a flat list of ids. An empty list is a list of no prompts."""
     return isinstance(prompts, str | Mapping) or (_is_ids(prompts) and bool(prompts))
+
+
+def _check_same(team: Team, prompts: Sequence[_Ids], params: Sequence[SamplingParams]) -> None:
+    """ValueError on every rank where they were given different things: all are in step then, and may ask again."""
+    try:
+        own = (len(prompts), digest_of([prompt.token_ids for prompt in prompts], params))
+        given = team.ranks.everyone.gather_objects(own)
+    except Exception as error:
+        raise RuntimeError(f"the ranks stop: {team.abandon(error, lives_on=True)}") from error
+    others = [rank for rank, each in enumerate(given) if each != given[0]]
+    if others:
+        raise ValueError(
+            f"ranks {others} were given other prompts or parameters than rank 0 ({given[0][0]} prompts there, "
+            f"{given[others[0]][0]} on rank {others[0]}); call with the same on every rank: each answers its share."
+        )
 
 
 def _params_list(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:

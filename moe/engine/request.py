@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import time
+from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
@@ -195,6 +196,18 @@ class Request:
         if self.params.seed is None:
             return derive_seed(self.job_seed, self.request_id, index)
         return self.params.seed if index == 0 else derive_seed(self.params.seed, index)
+
+
+def digest_of(prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]) -> str:
+    """The same for the same prompts and parameters in the same order, in every process."""
+    digest = hashlib.blake2b(digest_size=16)
+    texts: dict[int, bytes] = {}  # many requests share one object
+    for ids, each in zip(prompts, params, strict=True):
+        if id(each) not in texts:
+            texts[id(each)] = repr(each).encode("utf-8", "surrogatepass")
+        digest.update(texts[id(each)])
+        digest.update(array("q", [len(ids), *ids]).tobytes())
+    return digest.hexdigest()
 
 
 def derive_seed(seed: int, *parts: str | int) -> int:

@@ -69,6 +69,9 @@ def answer(rank: int, num_ranks: int, port: int, kinds: list[tuple[str, dict[str
             assert plan.row_cap == parallel.get("row_cap", plan.row_cap)
             together = texts(llm.generate(PROMPTS, PARAMS))
             single = texts(llm.generate(PROMPTS[4], PARAMS[4]))  # other ranks have no request at all
+            for other in (PROMPTS[: 2 + rank], [f"{rank}", "And"]):  # nobody's answers are mixed up with another's
+                with pytest.raises(ValueError, match="were given other prompts or parameters than rank 0"):
+                    llm.generate(other, PARAMS[1])
             share = texts(llm.generate(PROMPTS[:3], PARAMS[:3], own_share=True))
             results.append((together, single, share))
     return results

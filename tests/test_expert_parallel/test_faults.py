@@ -80,7 +80,7 @@ def vanish(rank: int, num_ranks: int, port: int) -> tuple[list[str], str | None]
 
 
 def test_C10_a_rank_that_was_killed_is_missed_though_nobody_is_in_a_collective_with_it() -> None:
-    cause = "rank 2: its process has ended: it was killed, or its machine"
+    cause = "rank 2: its process has ended: killed, gone with its machine, or left early"
     *others, (ended, told) = run_ranks(vanish, 3, free_port(), joined=False)
     assert others == [([f"rank {rank} is ended by a fault of another: {cause}"], cause) for rank in (0, 1)]
     assert (ended, told) == ([], cause)
