@@ -17,7 +17,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from omegaconf import OmegaConf
@@ -43,6 +43,7 @@ from moe.engine.team import Team
 
 OK, FAULT, USAGE, SOME_FAILED, BY_SIGNAL = 0, 1, 2, 3, 128
 SHOWN_ANSWERS = 3
+STDOUT = 1
 FIRST_SPEAKS_S = 10.0
 """A busy machine starts one process so much later than another."""
 
@@ -154,12 +155,13 @@ def _say_how_to_go_on(files: JobFiles, num_done: int, also: str = "") -> None:
 def _conclude(config: Config, files: JobFiles, end: JobEnd, monitor: Monitor) -> int:
     """Say how the job went, on the screen and in its report."""
     code = _code_of(end)
-    show = (lambda *words: None) if config.job.quiet else print
     if end.whole is not None:
-        show(
-            f"nothing to do: {files.output} is complete, {end.whole.lines:,} lines, {end.whole.failed:,} of them with "
-            "an error record (job.overwrite=true makes it again)"
-        )
+        with _shown():
+            if not config.job.quiet:
+                print(
+                    f"nothing to do: {files.output} is complete, {end.whole.lines:,} lines, {end.whole.failed:,} of "
+                    "them with an error record (job.overwrite=true makes it again)"
+                )
         return code
     report = end.report
     assert report is not None, "a job that was not complete before has a report"
@@ -167,13 +169,25 @@ def _conclude(config: Config, files: JobFiles, end: JobEnd, monitor: Monitor) ->
         _say_stop(config, files, end, report)
         monitor.finish(report, outcome="stopped")
         return code
-    if not config.job.quiet:
-        if config.input is None and files.output.suffix == ".jsonl" and files.output.is_file():
-            _show_answers(files.output)
-        print_report(Console(), report)
-    show(f"answers: {', '.join(str(files.run.shown(final)) for final in files.run.finals)}")
     monitor.finish(report, outcome="some failed" if report.failed else "complete")
+    with _shown():
+        if not config.job.quiet:
+            if config.input is None and files.output.suffix == ".jsonl" and files.output.is_file():
+                _show_answers(files.output)
+            print_report(Console(), report)
+            print(f"answers: {', '.join(str(files.run.shown(final)) for final in files.run.finals)}")
     return code
+
+
+@contextlib.contextmanager
+def _shown() -> Iterator[None]:
+    """Around what is only shown. Where its reader has gone, as `| head` does, the job is whole all the same, and its
+    exit code says so."""
+    try:
+        yield
+        sys.stdout.flush()
+    except (BrokenPipeError, SystemExit):  # rich makes the second of the first
+        os.dup2(os.open(os.devnull, os.O_WRONLY), STDOUT)  # Python's own flush at the end would fail as well
 
 
 def _say_stop(config: Config, files: JobFiles, end: JobEnd, report: JobReport) -> None:

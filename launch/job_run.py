@@ -230,7 +230,7 @@ def open_journal(files: JobFiles, header: Header) -> JournalWriter:
         return JournalWriter(path, header)
     except OSError as error:
         folder = path.parent
-        hint = f"; make the folder {files.output.parent} first" if isinstance(error, FileNotFoundError) else ""
+        hint = "; make that folder first" if isinstance(error, FileNotFoundError) else ""
         if isinstance(error, FileExistsError):
             hint = "; another run towards this output has just begun"
         raise ValueError(

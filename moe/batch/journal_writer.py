@@ -139,5 +139,5 @@ def _create(path: Path) -> int:
 
 
 def _write_error(error: OSError, path: Path) -> OSError:
-    reason = "the disk is full" if error.errno == errno.ENOSPC else error.strerror or str(error)
+    reason = "the disk is full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else error.strerror or str(error)
     return OSError(error.errno, f"{reason}; what was written before is whole", str(path))

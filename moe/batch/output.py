@@ -69,10 +69,12 @@ def put_together(files: RunFiles, fingerprint: dict[str, str], seen: Ledger) -> 
             except OSError as error:
                 with contextlib.suppress(OSError, ValueError):
                     files.drop_partials()  # all can be made again, and others may need the space
-                reason = "the disk is full" if error.errno == errno.ENOSPC else error.strerror or str(error)
+                is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+                reason = "the disk is full" if is_full else error.strerror or str(error)
                 raise OSError(
                     error.errno,
-                    f"{reason} while the output is put together; the journals are whole, free some space",
+                    f"{reason} while the output is put together from journals, which stay"
+                    + ("; free some space" if is_full else ""),
                     str(final),
                 ) from error
     if num_records != seen.seen:

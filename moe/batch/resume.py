@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from configs.schema import JobConfig
 from moe.batch.journal import Header, JournalReader, RecordReader
@@ -148,13 +149,21 @@ def kept_errors(files: RunFiles, ledger: Ledger) -> Iterator[ErrorNote]:
 
 
 def _refuse_output(files: RunFiles, made: dict[str, str], *, overwrite: bool) -> None:
-    existing = [path for path in files.existing() if overwrite is False and path.stat().st_size > 0]
+    existing = [] if overwrite else [path for path in files.existing() if _holds_something(path)]
     if not existing:
         return
     name = files.output if existing == files.finals[:1] else existing[0]
     raise ValueError(
         f"output={name} exists{_difference(files, made)}; give another name, or job.overwrite=true to replace it."
     )
+
+
+def _holds_something(path: Path) -> bool:
+    """An empty file may be replaced unasked; what cannot be looked at may not."""
+    try:
+        return path.stat().st_size > 0
+    except OSError:
+        return True
 
 
 def _difference(files: RunFiles, made: dict[str, str]) -> str:

@@ -151,3 +151,10 @@ def test_what_is_in_the_way_and_stays_is_named(tmp_path: Path, left: str, monkey
     (tmp_path / left).mkdir()
     with pytest.raises(ValueError, match=rf"{left} is.*Is a directory.*move it"):
         begin_run(files, PRINT, config.job, overwrite=False)
+
+
+def test_an_output_that_cannot_be_looked_at_is_not_replaced(tmp_path: Path) -> None:
+    config = config_of(tmp_path)
+    os.symlink("out.jsonl", tmp_path / "out.jsonl")  # to itself
+    with pytest.raises(ValueError, match=r"out.jsonl exists; give another name"):
+        begin_run(RunFiles(tmp_path / "out.jsonl"), PRINT, config.job, overwrite=False)

@@ -116,7 +116,7 @@ def test_answers_do_not_depend_on_order_or_neighbours() -> None:
     [
         (["samplng.n=2"], "error: unknown key 'samplng.n'; did you mean 'sampling.n'?"),
         (["input=missing.jsonl"], "error: input=missing.jsonl does not exist"),
-        (["output=no/such/out.jsonl"], "make the folder no/such first"),
+        (["output=no/such/out.jsonl"], "/no/such); make that folder first"),
         (["output=old.jsonl"], "output=old.jsonl exists"),
         (["job.report=no/such/report"], "job.report=no/such/report cannot be made"),
         (["model=no-such-folder/x/y"], "no-such-folder"),
@@ -286,6 +286,24 @@ def test_c37_an_output_that_cannot_be_written_is_told_before_the_model_loads(
         assert generate.main([f"input={source}", f"output={output}", *FAST]) == generate.USAGE
         assert words in capsys.readouterr().err
     assert [path.name for path in Path().iterdir()] == ["in.jsonl"]
+
+
+@pytest.mark.parametrize("input_words", [[], ["input=in.jsonl"]])
+def test_a_job_whose_reader_has_gone_is_whole_and_says_so(input_words: list[str]) -> None:
+    """`python -m launch.generate | head -1`: of the demo the answers are shown, of all jobs a table."""
+    write("in.jsonl", {"prompt": "And"})
+    words = [*input_words, "output=out.jsonl", "job.limit=1", "job.report=report", *FAST]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    gone, ours = os.pipe()
+    os.close(gone)
+    done = subprocess.run(
+        [sys.executable, "-m", "launch.generate", *words], env=environment, stdout=ours, stderr=subprocess.PIPE
+    )
+    os.close(ours)
+    assert done.returncode == generate.OK, done.stderr
+    assert b"Traceback" not in done.stderr and b"Broken" not in done.stderr
+    assert len(read("out.jsonl")) == 1
+    assert json.loads(Path("report/metrics.json").read_text("utf-8"))["outcome"] == "complete"
 
 
 def test_help_and_cfg(capsys: pytest.CaptureFixture[str]) -> None:
