@@ -63,6 +63,8 @@ def _gpu(planned: Forecast, subject: Subject) -> list[tuple[str, int | None, str
         return rows
     if plan.buffer_bytes:
         rows.append(("rows between ranks", plan.buffer_bytes, f"at most {plan.row_cap} in a round"))
+    if plan.moving_bytes:
+        rows.append(("experts between ranks", plan.moving_bytes, "while they move (balance.buffer_mb)"))
     rows.append(("others on the GPU", plan.other_bytes, ""))
     layout = subject.layout
     tokens = f"{plan.capacity_tokens:,} tokens of {layout.bytes_per_token:,.0f} bytes, {plan.num_blocks:,} blocks"
@@ -72,7 +74,8 @@ def _gpu(planned: Forecast, subject: Subject) -> list[tuple[str, int | None, str
 
 
 def _left(plan: MemoryPlan) -> int | None:
-    used = plan.weight_bytes + plan.workspace_bytes + plan.buffer_bytes + plan.other_bytes + plan.kv_bytes
+    used = plan.weight_bytes + plan.workspace_bytes + plan.buffer_bytes + plan.moving_bytes
+    used += plan.other_bytes + plan.kv_bytes
     return None if plan.total_bytes is None else plan.total_bytes - used
 
 

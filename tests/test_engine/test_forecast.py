@@ -170,10 +170,10 @@ def test_what_was_planned_leaves_the_engine_that_cache() -> None:
 def test_C22_buffers_of_every_dispatcher_are_planned() -> None:
     """What 4 ranks hold for rows of qwen3-30b-a3b, 2048 columns of bf16, K = 8, 8,192 tokens a step, in rounds of
     8,192 x 2 x 8 rows: 4,096 tokens of each rank where all must fit one."""
-    four, cap = replace(GPU, num_ranks=4, ranks_here=4), 8192 * 2 * 8
+    four, cap, engine = replace(GPU, num_ranks=4, ranks_here=4), 8192 * 2 * 8, EngineConfig(max_batched_tokens=8192)
 
     def buffers(**parallel: Any) -> int:
-        settings = freeze(Config(parallel=ParallelConfig(**parallel)))
+        settings = freeze(Config(parallel=ParallelConfig(**parallel), engine=engine))
         found = forecast(settings, subject("qwen3-30b-a3b", settings), four)
         assert found.plan is not None and found.plan.row_cap == cap
         assert found.plan.moving_bytes == 0
@@ -189,7 +189,7 @@ def test_C22_buffers_of_every_dispatcher_are_planned() -> None:
     assert buffers(combine="fast") == flags + 2 * slots + 4 * taken * row + 4 * taken * row
     assert buffers(overlap="halves") == 2 * one_sided  # each half brings as many rows as a round takes
     collectives = replace(four, problems={"one_sided": "no peer access"})
-    settings = freeze(Config())
+    settings = freeze(Config(engine=engine))
     found = forecast(settings, subject("qwen3-30b-a3b", settings), collectives).plan
     assert found is not None
     assert found.buffer_bytes == max(buffers(dispatcher="all_to_all"), buffers(dispatcher="all_gather"))

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from expert_parallel.choice import Choice, planned_bytes
 from expert_parallel.dispatcher import Dispatcher, LocalDispatcher
 from expert_parallel.group import ExpertGroup
 from expert_parallel.one_sided import OneSidedDispatcher
@@ -152,6 +153,9 @@ def rows_come_from_the_peer(group: ExpertGroup, device: torch.device) -> None:
     (buffers,) = dispatcher._sets
     own, layout = buffers.peers.own, buffers.layout
     assert inputs.rows_XD.data_ptr() == own.data_ptr() + layout.rows_at
+    choice, common = Choice("one_sided", "one_sided", "a test"), {"top_k": TOP_K, "row_cap": None}
+    planned = planned_bytes(choice, group.rank, PLACEMENT, TOKENS, WIDTH, torch.bfloat16, combine="exact", **common)
+    assert dispatcher.held_bytes == planned == own.numel()
     records = slice(peer * TOKENS, (peer + 1) * TOKENS)
     assert_same_bits(inputs.rows_XD[records], of_peer.x_TD)
     assert int(inputs.offsets_S1[-1]) == TOKENS

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from dataclasses import replace
 from itertools import pairwise
@@ -67,7 +68,8 @@ def test_bytes_of_a_known_model() -> None:
 def test_an_H200_had_as_many_blocks(name: str, blocks: int, weights: float) -> None:
     """Bench w1's plans, measured by the engine. DeepSeek's had 192 MiB of MLA's keys at a fixed place, since given up:
     one and a half thousandth of its cache."""
-    planned = fitting(f"model={name}", "engine.max_model_len=8192", "gpu_gb=139.801").forecast
+    words = ("engine.max_model_len=8192", "engine.max_batched_tokens=8192", "gpu_gb=139.801")
+    planned = fitting(f"model={name}", *words).forecast
     assert planned is not None and planned.plan is not None
     assert planned.weight_bytes / GIB == pytest.approx(weights, abs=5e-4)
     assert planned.plan.num_blocks == pytest.approx(blocks, rel=0.005)
@@ -129,6 +131,16 @@ def test_more_gpus_share_the_experts() -> None:
     assert two_hosts is not None and two_hosts.offload is not None and two_hosts.offload.host_bytes == 54 * GIB // 4
     assert evaluate(ask(*words, "host_gb=54")).problem is not None
     assert evaluate(ask(*words, "gpus_per_host=2", "host_gb=54")).problem is None  # half of them on each host
+
+
+def test_memory_for_experts_that_move_is_in_the_table(capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan.main(["model=qwen3-30b-a3b", "gpus=4", "gpu_gb=80", "balance.interval=64"]) == 0
+    out, parts = capsys.readouterr().out, ("weights in all", "working space", "rows between ranks", "others on the GPU")
+    sizes = {name: float(size) for name, size in re.findall(r"^ ([a-zA-Z, ]+?) +(\d+\.\d{3})\b", out, re.MULTILINE)}
+    assert sizes["experts between ranks"] == 0.237
+    assert sum(sizes[name] for name in (*parts, "experts between ranks", "KV cache", "left free")) == pytest.approx(
+        80.0, abs=0.01
+    )
 
 
 @pytest.mark.parametrize("words", [(), ("offload.regime=stream", "offload.slots_per_layer=3")])
