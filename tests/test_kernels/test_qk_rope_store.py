@@ -195,7 +195,7 @@ def test_compiles(arch, cached, given, normed, interleaved):
     names = (*(f"stride_{name}" for name in names), "num_tokens", "num_heads", "num_kv_heads", "page_size")
     blocks = {"BLOCK_C": 128, "BLOCK_P": 32, "HALF": 32, "WIDTH": 128, "INTERLEAVED": interleaved, "GIVEN": given}
     args = pointers | weights | indices | dict.fromkeys(names, "i32") | blocks | {"PDL": arch >= 90}
-    for num_tokens in (1, 8192):
+    for num_tokens in (1, 8192) if normed and interleaved else (1,):
         tile = heads_tile(num_tokens, 32, 4, 128, 132)
         sizes = {"BLOCK_H": tile.block_h, "BLOCK_G": tile.block_g, "TOKENS": tile.tokens}
         assert compile_ahead(_qk_rope_store_kernel, arch, args | sizes, num_warps=tile.num_warps)
