@@ -98,8 +98,7 @@ class MLAttention:
         if step.decode is not None:
             out_THV = self._decode(q_THC[: step.num_decode], cache, step.decode)
         if step.prefill is not None:
-            out_THV = with_rows_behind(out_THV, q_THC.shape[0])
-            self._prefill(q_THC[step.num_decode :], cache, plan.mla_rounds, out_THV[step.num_decode :])
+            out_THV = self._prefill(out_THV, q_THC[step.num_decode :], cache, plan.mla_rounds)
         return self.o(out_THV.view(-1, dims.num_heads * dims.v_head_dim))
 
     def _queries(self, q_TX: Tensor) -> Tensor:
@@ -122,12 +121,14 @@ class MLAttention:
         )
         return head_linear(o_latent_BHL, self.w_uv_HVL)
 
-    def _prefill(self, q_THC: Tensor, cache: LayerCache, rounds: tuple[MLARound, ...], result_THV: Tensor) -> None:
-        """To `result_THV`. Round 0 covers every row; later rounds cover those whose sequence has keys there."""
+    def _prefill(self, first_BHV: Tensor, q_THC: Tensor, cache: LayerCache, rounds: tuple[MLARound, ...]) -> Tensor:
+        """`first_BHV`, the step's decoding rows, and the result behind them. Round 0 covers every row; later rounds those
+        whose sequence has keys there."""
+        num_first, (num_rows, num_heads, _) = first_BHV.shape[0], q_THC.shape
         if len(rounds) == 1:
-            attention_prefill(q_THC, **self._expand(q_THC.dtype, cache, rounds[0]), out_THV=result_THV)
-            return
-        num_rows, num_heads, _ = q_THC.shape
+            whole_THV = with_rows_behind(first_BHV, num_first + num_rows)
+            attention_prefill(q_THC, **self._expand(q_THC.dtype, cache, rounds[0]), out_THV=whole_THV[num_first:])
+            return whole_THV
         out_THV = torch.empty(num_rows, num_heads, self.dims.v_head_dim, dtype=torch.float32, device=q_THC.device)
         lse_TH = torch.empty(num_rows, num_heads, dtype=torch.float32, device=q_THC.device)
         for part in rounds:
@@ -136,7 +137,9 @@ class MLAttention:
             if part.index > 0:
                 result = merge_attention(out_THV[rows], lse_TH[rows], *result)
             out_THV[rows], lse_TH[rows] = result
-        result_THV.copy_(out_THV)
+        whole_THV = with_rows_behind(first_BHV, num_first + num_rows)
+        whole_THV[num_first:] = out_THV
+        return whole_THV
 
     def _expand(self, dtype: torch.dtype, cache: LayerCache, part: MLARound) -> dict[str, Any]:
         """What attention takes beside the queries: the keys and values of one round, expanded, as a cache of pages of
