@@ -122,8 +122,10 @@ class MLAttention:
         return head_linear(o_latent_BHL, self.w_uv_HVL)
 
     def _prefill(self, first_BHV: Tensor, q_THC: Tensor, cache: LayerCache, rounds: tuple[MLARound, ...]) -> Tensor:
-        """`first_BHV`, the step's decoding rows, and the result behind them. Round 0 covers every row; later rounds those
-        whose sequence has keys there."""
+        """`first_BHV`, the step's decoding rows, and the result behind them.
+
+        Round 0 covers every row; later rounds cover those whose sequence has keys there.
+        """
         num_first, (num_rows, num_heads, _) = first_BHV.shape[0], q_THC.shape
         if len(rounds) == 1:
             whole_THV = with_rows_behind(first_BHV, num_first + num_rows)
