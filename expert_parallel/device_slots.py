@@ -40,6 +40,7 @@ class _Layer:
     listed: torch.cuda.Event | None = None
     landed: torch.cuda.Event | None = None
     reads: list[object] = field(default_factory=list)
+    used: torch.cuda.Event | None = None  # the last call's products
 
 
 class DeviceSlots:
@@ -110,15 +111,24 @@ class DeviceSlots:
         may read them, and the places whose rows they name."""
         mine, self.was_called = self._layers[layer], True
         if first:
+            self._wait(None if self._captured() else mine.used)
             self._wait(mine.listed)
         place_slots(mine.places, offsets_S1, pieces=self.pieces, first=first)
         self._join(mine)
         fetch_bundles(mine.places, mine.sources, mine.targets)
         return mine.places.part("ranges")
 
+    def used(self, layer: int) -> None:
+        """All products of a call are launched. The next call may come on another stream; captured ones come on one."""
+        self._layers[layer].used = None if self._captured() else self.mark()
+
     def mark(self) -> torch.cuda.Event | None:
         """What was launched so far, as what `look_ahead` begins behind."""
-        return None if self._side is None else torch.cuda.current_stream(self._side.device).record_event()
+        if self._side is None:
+            return None
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self._side.device))
+        return event
 
     def look_ahead(
         self,
@@ -171,6 +181,9 @@ class DeviceSlots:
         self._wait(mine.landed)
         mine.listed = mine.landed = None
         mine.reads.clear()
+
+    def _captured(self) -> bool:
+        return self._side is not None and torch.cuda.is_current_stream_capturing()
 
     def _wait(self, event: torch.cuda.Event | None) -> None:
         if event is not None and self._side is not None:

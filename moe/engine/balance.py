@@ -234,7 +234,7 @@ class Balance:
         rank, current, offload = self.layout.rank, self.layout.placements[layer], self._offload
         before, after = current.experts_of(rank), wanted.experts_of(rank)
         if offload is not None:
-            offload.engine.drain()  # a copy reads what it was asked to read
+            offload.drain()  # a copy reads what it was asked to read
         if offload is not None and offload.host.by_table:
             self._mover.agree(current, wanted)
             received = sum(now is not None and now != then for then, now in zip(before, after, strict=True))

@@ -111,7 +111,7 @@ class Offload:
     def place(self, layer: int, before: Sequence[int | None], experts: Sequence[int | None]) -> None:
         """Other experts are behind some of this layer's slots: `experts[slot]`, where it was `before[slot]`.
 
-        Where bytes in host memory changed for it, the copies were drained before they did.
+        Where bytes in host memory changed for it, `drain` came before.
         """
         self.settle()
         self.stream.give_up()
@@ -128,6 +128,11 @@ class Offload:
         if self.on_device is not None and self.on_device.was_called:
             for layer, slots in self.on_device.slots().items():
                 self.held[layer].adopt(slots)
+
+    def drain(self) -> None:
+        """Nothing is copied from host memory any more. Waits for the device."""
+        self.engine.drain()
+        self.settle()
 
     def captures(self, num_rows: int) -> bool:
         """Whether a step whose layers have so many rows may be captured: then the device decides what is copied, and
@@ -218,6 +223,7 @@ class OffloadedExperts:
                 last_1 = inputs.offsets_S1[-1:] if inputs.row_index_R is None else None
                 slots.look_ahead(**layers, guess=partial(following.guess, inputs), behind=routed, last_1=last_1)
             products.multiply(held.buffer.tensors, ranges_G2)
+        slots.used(held.layer)
 
     def _stream(self, inputs: ExpertInput, products: SlotProducts) -> None:
         """Held slots, then all others as they come. Ranges are gathered on the device."""
