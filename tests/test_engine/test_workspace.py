@@ -103,11 +103,19 @@ def test_what_stands_all_the_time_is_the_network_s(shadows: dict[Case, dict[str,
         assert by_shapes(case).standing - engine - library == pytest.approx(found["held"], abs=8192), case
 
 
-@pytest.mark.parametrize(("name", "gib"), [("qwen3-30b-a3b", 3.885), ("mixtral-8x7b", 1.242)])
-def test_an_H200_took_as_much(name: str, gib: float) -> None:
-    """Measured by moe/engine/measure.py in bench w1: 1024 sequences, 8192 tokens a step, 8192 positions, graphs."""
-    planned = measure_by_shapes(cut(name), torch.bfloat16, limits(8192, 1024, 8192), Device())
-    assert planned.num_bytes / 2**30 == pytest.approx(gib, rel=0.005)
+@pytest.mark.parametrize(
+    ("name", "tokens", "gib", "within"),
+    [
+        ("qwen3-30b-a3b", 8192, 3.885, 0.005),
+        ("mixtral-8x7b", 8192, 1.242, 0.005),
+        ("qwen3-30b-a3b", 16384, 3.885, 0.005),
+        ("dsv2-lite", 16384, 2.741, 0.025),
+    ],
+)
+def test_an_H200_took_as_much(name: str, tokens: int, gib: float, within: float) -> None:
+    """Measured by moe/engine/measure.py in bench w1: 1024 sequences, so many tokens a step, 8192 positions, graphs."""
+    planned = measure_by_shapes(cut(name), torch.bfloat16, limits(tokens, 1024, 8192), Device())
+    assert planned.num_bytes / 2**30 == pytest.approx(gib, rel=within)
 
 
 def test_more_never_takes_less() -> None:
