@@ -15,6 +15,10 @@ fi
 processes=$1
 shift
 
+if [[ $processes == gpu ]] && ! compgen -G "/dev/nvidia[0-9]*" >/dev/null && [[ ! -e /dev/dxg ]]; then
+    echo "error: there is no GPU here; give a number of processes, and engine.device=cpu." >&2
+    exit 2
+fi
 root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)
 export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
 exec "${PYTHON:-python}" -m torch.distributed.run --standalone --nproc-per-node="$processes" \

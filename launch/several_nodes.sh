@@ -23,6 +23,10 @@ if [[ $3 == *:* ]]; then
 fi
 shift 4
 
+if [[ $processes == gpu ]] && ! compgen -G "/dev/nvidia[0-9]*" >/dev/null && [[ ! -e /dev/dxg ]]; then
+    echo "error: there is no GPU here; give a number of processes, and engine.device=cpu." >&2
+    exit 2
+fi
 if ! getent ahosts "$host" >/dev/null; then
     echo "error: $host is no machine that this one knows; give the name or address of machine 0." >&2
     exit 2

@@ -71,10 +71,10 @@ def test_C44_a_port_in_use_is_named_with_the_way_out() -> None:
 
 
 def test_what_torchrun_is_given() -> None:
-    code, text = outcome(start(ONE_NODE, "gpu", "model=a b", "job.limit=3", PYTHON="echo"))
+    code, text = outcome(start(ONE_NODE, "4", "model=a b", "job.limit=3", PYTHON="echo"))
     assert code == 0
     run = "-m torch.distributed.run"
-    assert text == f"{run} --standalone --nproc-per-node=gpu -m launch.generate model=a b job.limit=3\n"
+    assert text == f"{run} --standalone --nproc-per-node=4 -m launch.generate model=a b job.limit=3\n"
     code, text = outcome(start(SEVERAL_NODES, "3", "1", "10.0.0.1", "8", "job.limit=3", PYTHON="echo", TIMEOUT_S="90"))
     assert code == 0
     where = "--rdzv-conf=timeout=90 --master-addr=10.0.0.1 --master-port=29500"
@@ -82,6 +82,15 @@ def test_what_torchrun_is_given() -> None:
         "machine 1 of 3: meets the others at 10.0.0.1:29500, for at most 90 s (TIMEOUT_S)\n"
         f"{run} --nnodes=3 --node-rank=1 {where} --nproc-per-node=8 -m launch.generate job.limit=3\n"
     )
+
+
+@pytest.mark.parametrize("words", [["gpu"], ["2", "0", "127.0.0.1:29999", "gpu"]], ids=["one node", "several"])
+def test_one_process_for_each_gpu(words: list[str]) -> None:
+    code, text = outcome(start(ONE_NODE if len(words) == 1 else SEVERAL_NODES, *words, PYTHON="echo"))
+    if list(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/dxg").exists():
+        assert code == 0 and "--nproc-per-node=gpu" in text
+    else:
+        assert code == 2 and text.startswith("error: there is no GPU here; give a number of processes, and engine.")
 
 
 def test_a_machine_that_nobody_knows_is_named_at_once() -> None:
