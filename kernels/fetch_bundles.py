@@ -22,8 +22,10 @@ from kernels.checks import cdiv, uses_triton
 from kernels.slot_places import BY_PLACE, HEADER, Places
 
 # Measured on an H200, bundles of 9.4 MB, GB/s of one and of ten by programs of 4 warps: 4 programs 19 and 21, 8: 36 and
-# 39, 16: 45 and 50.5, 32 and 132 the same; the copy engine 51 and 53. Without .cv 42 and 50.
-_PROGRAMS = 16
+# 39, 16: 45 and 50.5, 32 and 132 the same; the copy engine 51 and 53. Without .cv 42 and 50. Beside a step's other
+# kernels guesses want more: 24 layers of qwen3, one row, ms with 8, 16, 32 programs: 20.6, 13.9, 12.7. Pieces of 64 KiB
+# with 16: 13.0.
+_PROGRAMS = 32
 _BLOCK, _UNROLL = 1024, 4  # elements of 8 bytes; a piece, 32 KiB, takes a program 10 us
 
 MOST_TENSORS = 4

@@ -87,10 +87,12 @@ class DecodeGraphs:
         return len(self._graphs)
 
     def close(self) -> None:
-        """Free all graphs, when the last step is done: NCCL ends no group of which a graph still holds a collective."""
+        """Free all graphs, when the last step is done: NCCL ends no group of which a graph still holds a collective.
+        Steps that come after all are captured anew."""
         if self._graphs:
             torch.cuda.synchronize(self.device)
-        self._graphs.clear()
+            self._graphs.clear()
+            self._memory = torch.cuda.graph_pool_handle()  # a pool that nobody holds any more is not taken again
 
     def serves(self, num_rows: int) -> bool:
         """Whether a step of so many rows is replayed: where experts come from host memory, of a few rows alone."""

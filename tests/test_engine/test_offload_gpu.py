@@ -45,3 +45,14 @@ def test_answers_are_those_of_the_resident_engine(model: str, quantization: str)
         assert found == expected, (regime, graphs)
         assert (num_graphs > 0) == (graphs and regime != "stream")
         assert figures.copies.num_bytes > 0 and (figures.slots.hits > 0) == (regime != "stream")
+
+
+def test_steps_are_captured_anew_after_all_graphs_were_freed() -> None:
+    """The memory of graphs that are gone is not taken again: a pool nobody holds was an internal fault of torch."""
+    with LLM("demo", device="cuda", num_blocks=256, max_num_seqs=4) as llm:
+        expected = texts(llm.generate(PROMPTS[:3], PARAMS[:3]))
+        graphs = llm.engine.graphs
+        assert graphs is not None and graphs.num_graphs > 0
+        graphs.close()
+        assert graphs.num_graphs == 0
+        assert texts(llm.generate(PROMPTS[:3], PARAMS[:3])) == expected and graphs.num_graphs > 0
