@@ -102,7 +102,7 @@ def test_the_wheel_runs_away_from_the_checkout(installed: Path, tmp_path: Path) 
     done = run(code, tmp_path, installed)
     assert done.returncode == 0, done.stderr
     assert "max_num_seqs: 1024" in done.stdout
-    assert '"completion_tokens": 3' in (tmp_path / "out.jsonl").read_text("utf-8")
+    assert '"completion_tokens":3' in (tmp_path / "out.jsonl").read_text("utf-8")
 
 
 def test_both_distributions_named_kernels_work(installed: Path, tmp_path: Path) -> None:
