@@ -15,6 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from torch.nn import functional
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from kernels.checks import (
     assert_last_contiguous,
@@ -25,7 +27,7 @@ from kernels.checks import (
     uses_triton,
 )
 from kernels.dependent_launch import dependent_launch, wait_for_inputs
-from kernels.linear_few import launch_few_rows, serves_few_rows
+from kernels.linear_few import few_rows_kernel, few_rows_sizes, serves_few_rows
 from kernels.row_tiles import multiply, tile_of_program
 from kernels.tiles import TileConfig, device_generation, linear_tile, num_multiprocessors
 
@@ -143,7 +145,7 @@ def linear_triton(
     operand_dtype = torch.promote_types(x_MK.dtype, w_NK.dtype)
     y_MN = torch.empty(x_MK.shape[0], w_NK.shape[0], dtype=out_dtype or operand_dtype, device=x_MK.device)
     if tile is None and serves_few_rows(x_MK, w_NK):
-        launch_few_rows(x_MK, w_NK, bias_N, y_MN)
+        _launch_few_rows(x_MK, w_NK, bias_N, y_MN)
         return y_MN
     _launch(x_MK.unsqueeze(1), w_NK.unsqueeze(0), bias_N, y_MN.unsqueeze(1), tile)
     return y_MN
@@ -198,6 +200,26 @@ def _launch(x_MHK: Tensor, w_HNK: Tensor, bias_N: Tensor | None, y_MHN: Tensor, 
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         **dependent_launch(x_MHK),
+    )
+
+
+def _launch_few_rows(x_MK: Tensor, w_NK: Tensor, bias_N: Tensor | None, y_MN: Tensor) -> None:
+    sizes = few_rows_sizes(w_NK)
+    box = [sizes["ROWS"], 64]
+    layout = gl.NVMMASharedLayout(128, 16, 2)  # as the tensor core reads it
+    few_rows_kernel[(cdiv(w_NK.shape[0], sizes["ROWS"]),)](
+        x_MK,
+        TensorDescriptor(w_NK, list(w_NK.shape), list(w_NK.stride()), box, layout),
+        bias_N,
+        y_MN,
+        x_MK.shape[0],
+        *w_NK.shape,
+        x_MK.stride(0) // 8,
+        y_MN.stride(0),
+        **sizes,
+        num_warps=4,
+        maxnreg=96,  # room for programs of the launches before and after beside this one's
+        **dependent_launch(x_MK),
     )
 
 

@@ -1,9 +1,10 @@
 """A plain product of at most eight rows, for compute capability 9 (H100, H200): the sum over K as short as it can be.
 
-Knows matrices as kernels/linear.py does, which holds the definition. With few rows a product waits for nothing but its
-own chain of sums: 16 entries of K after the 16 before. wgmma adds them faster than the tensor core's older instruction,
-but wants 64 rows of weights; here a program has 16, 32 or 64 of them, so that every multiprocessor has one program, and
-what lies behind its own in shared memory stands in for the rest: sums of rows that are not there are not written.
+Knows matrices as kernels/linear.py does, which holds the definition and the launch. With few rows a product waits for
+nothing but its own chain of sums: 16 entries of K after the 16 before. wgmma adds them faster than the tensor core's
+older instruction, but wants 64 rows of weights; here a program has 16, 32 or 64 of them, so that every multiprocessor
+has one program, and what lies behind its own in shared memory stands in for the rest: sums of rows that are not there
+are not written.
 
 Weights are nothing of this step: they are on their way, by the copy engine, while the launch before this one still
 runs. The sum over K ascends, unsplit, in one fp32 accumulator, as in every other kernel here: the bits are the same.
@@ -27,11 +28,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.checks import cdiv, next_power_of_2
-from kernels.dependent_launch import dependent_launch
 from kernels.tiles import device_generation, num_multiprocessors
 
 FEW_ROWS = 8
@@ -128,7 +127,7 @@ def _sum(
 
 # Sizes of the batch are not specialised on: a kernel compiled in the middle of a run would stall it.
 @gluon.jit(do_not_specialize=["num_rows"])
-def _few_rows_kernel(
+def few_rows_kernel(
     x_ptr,
     w_desc,
     bias_ptr,
@@ -176,7 +175,7 @@ def serves_few_rows(x_MK: Tensor, w_NK: Tensor) -> bool:
         device_generation(x_MK) == 9
         and 0 < x_MK.shape[0] <= FEW_ROWS
         and x_MK.dtype == w_NK.dtype
-        and x_MK.dtype in _DTYPES
+        and x_MK.dtype in (torch.bfloat16, torch.float16)
         and 0 < x_MK.shape[1] <= _WIDEST
         and 0 < w_NK.shape[0] <= 64 * num_multiprocessors(x_MK.device)
         and x_MK.shape[1] % 8 == x_MK.stride(0) % 8 == w_NK.stride(0) % 8 == 0
@@ -184,31 +183,11 @@ def serves_few_rows(x_MK: Tensor, w_NK: Tensor) -> bool:
     )
 
 
-_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
-
-
-def launch_few_rows(x_MK: Tensor, w_NK: Tensor, bias_N: Tensor | None, y_MN: Tensor) -> None:
-    """Fills y_MN."""
-    num_columns, width = w_NK.shape
-    rows = rows_of_weights(num_columns, num_multiprocessors(x_MK.device))
-    layout = gl.NVMMASharedLayout.get_default_for([rows, 64], _DTYPES[w_NK.dtype])
-    _few_rows_kernel[(cdiv(num_columns, rows),)](
-        x_MK,
-        TensorDescriptor(w_NK, list(w_NK.shape), list(w_NK.stride()), [rows, 64], layout),
-        bias_N,
-        y_MN,
-        x_MK.shape[0],
-        num_columns,
-        width,
-        x_MK.stride(0) // 8,
-        y_MN.stride(0),
-        ROWS=rows,
-        STAGES=_STAGES[rows],
-        BLOCK_K=max(_CHUNKS.value * 64, next_power_of_2(width)),
-        num_warps=4,
-        maxnreg=96,  # room for programs of the launches before and after beside this one's
-        **dependent_launch(x_MK),
-    )
+def few_rows_sizes(w_NK: Tensor) -> dict[str, int]:
+    """The kernel's constants for these weights."""
+    rows = rows_of_weights(w_NK.shape[0], num_multiprocessors(w_NK.device))
+    block_k = max(_CHUNKS.value * 64, next_power_of_2(w_NK.shape[1]))
+    return {"ROWS": rows, "STAGES": _STAGES[rows], "BLOCK_K": block_k}
 
 
 def rows_of_weights(num_columns: int, multiprocessors: int) -> int:

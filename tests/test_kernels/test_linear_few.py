@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from kernels import linear_few
 from kernels.linear import linear_triton
-from kernels.linear_few import _STAGES, FEW_ROWS, _few_rows_kernel, rows_of_weights, serves_few_rows
+from kernels.linear_few import _STAGES, FEW_ROWS, few_rows_kernel, rows_of_weights, serves_few_rows
 from kernels.tiles import TileConfig
 from tests.aot import aot
 from tests.compare import assert_close_as_torch, assert_same_bits
@@ -99,4 +99,4 @@ def test_compiles(rows, block_k, bias):
     args: dict[str, object] = {"num_rows": "i32", "num_columns": "i32", "width": "i32", "stride_x8": "i32"}
     args |= {"x_ptr": "*bf16", "w_desc": box("bf16", rows, 64), "bias_ptr": "*bf16" if bias else None, "y_ptr": "*bf16"}
     args |= {"stride_y": "i32", "ROWS": rows, "STAGES": _STAGES[rows], "BLOCK_K": block_k, "PDL": True}
-    compile_gluon_ahead(_few_rows_kernel, args, num_warps=4)
+    compile_gluon_ahead(few_rows_kernel, args, num_warps=4)
