@@ -21,11 +21,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
 from kernels.checks import cdiv
-from kernels.dependent_launch import dependent_launch
-from kernels.grouped_gemm_specialized import descriptor, write_rows
+from kernels.grouped_gemm_specialized import advance, descriptor, launch_options, write_rows
 from kernels.quantize import GROUP, Quantized, QuantizedBlocks
 from kernels.row_tiles import most_row_tiles, slot_step, tile_of_program
-from kernels.tile_turns import advance
 from kernels.tiles import num_multiprocessors
 
 
@@ -255,5 +253,5 @@ def launch_fp8_specialized(
         SLOT_STEP=slot_step(offsets_S1),
         STAGES=tile.num_stages,
         num_warps=4,
-        **dependent_launch(y_RN),
+        **launch_options(y_RN, tiles, cdiv(num_rows, num_slots)),
     )

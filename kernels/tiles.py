@@ -156,12 +156,21 @@ def grouped_tile(
     if dtype == torch.float32:
         return _fp32_tile(cdiv(num_rows, num_slots), num_products)
     return grouped_rule(
-        num_rows, num_slots, generation, num_products=num_products, gathered=gathered, by_blocks=by_blocks
+        num_rows,
+        num_slots,
+        generation,
+        num_products=num_products,
+        slot_bytes=num_products * num_columns * width * dtype.itemsize,
+        gathered=gathered,
+        by_blocks=by_blocks,
     )
 
 
 MANY_ROWS = 512
 """Up to so many rows a slot on average, tiles of 64 rows win; above, larger ones."""
+
+_CACHED_BYTES = 16 << 20
+"""So large a slot's weights stay in the L2 cache (60 MB) while its rows are multiplied, beside rows and results."""
 
 
 def packs_rows(num_rows: int, num_slots: int, num_columns: int, generation: int) -> bool:
@@ -181,10 +190,11 @@ def grouped_rule(
     generation: int,
     *,
     num_products: int,
+    slot_bytes: int,
     gathered: bool,
     by_blocks: bool = True,
 ) -> TileConfig:
-    """The rule for 16-bit operands.
+    """The rule for 16-bit operands; `slot_bytes`: of the weights of one slot.
 
     Measured on an H200 over the layers qwen3 (128 experts), mixtral (8) and dsv3-ep8 (32), the two products one after
     the other, microseconds:
@@ -209,10 +219,12 @@ def grouped_rule(
     - Second products, specialized 64x256x64 s5 / specialized 128x128x64 s6 / tma 128x256x64 w8 s4: 512 rows, qwen3 366
       / 370 / 434, mixtral 833 / 877 / 892; by K: 768, qwen3 745 / 706 / 842; 1408, dsv2-lite 480 / 487 / 533; 2048,
       dsv3-ep8 7618 / 6333 / 6490; 14336, mixtral 6429 / 6590 / 6424.
-    - The specialized form wins most of those alone and loses in its place: with it in both products of more than
-      MANY_ROWS a whole layer took 6.73 and 29.4 ms at 4096 and 16384 tokens of dsv3-ep8, where its parts sum to 5.40
-      and 21.2; with the tma form 5.26 and 19.9 (parts 5.14 and 20.4), with a slower division even. A step of 8192
-      tokens of dsv2-lite (768 rows) 87.3 ms against 81.9. Why is not known.
+    - Of many rows in their place, graphs of layers from pack to norm, us a layer, specialized 64x128x64 s5 with
+      128x128x64 s6 / with 64x256x64 s5 / tma 128x128x64 w8 with 128x256x64 w8, launched as each is (the specialized
+      form into an empty card: grouped_gemm_specialized.py says why; before it was, it lost 20 to 50 % in its place):
+      768 rows, dsv2-lite 1588, 1601 / 1587 / 1645, 1653; 1024, qwen3 2343 / - / 2455; 512, qwen3 - / 1250 / 1295.
+      Where a slot's weights exceed the cache tma wins: mixtral, 2048 rows (first products in order), 9783 / 10104 with
+      tma for the first / 9031; dsv3-ep8, 4096 rows, 21788 (in order) / - / 18739.
     - One slot, rows in order, gate and up of F columns, D 2048, F 10944 / 2816: 64 rows, specialized 64x64x128 s4 37.6
       / 18.6, 128x64x64 s6 43.8 / 20.6; 4096 rows, specialized 128x64x64 s6 520 / 138, tma 522 / 154, pointers 686 / 193
       (the library without the activation 490 / 136).
@@ -235,6 +247,11 @@ def grouped_rule(
         return TileConfig(64, 128 * wide, 64, 8, 4, "tma")
     if generation == 9 and num_products == 2 and not ragged:
         return TileConfig(128, 64, 64, 4, 6, "specialized")
+    if generation == 9 and ragged and slot_bytes <= _CACHED_BYTES:
+        if num_products == 1:
+            return TileConfig(128, 128, 64, 4, 6, "specialized")
+        if gathered:
+            return TileConfig(64, 128, 64, 4, 5, "specialized")
     return TileConfig(128, 128 * wide, 64, 8, 3 if gathered else 4, "tma")
 
 

@@ -264,7 +264,11 @@ def rule_tile(shape: LayerShape, which: Product, num_tokens: int, generation: in
     """What the rule says, whatever the table does."""
     num_rows, first = num_tokens * shape.top_k, which == "gemm1"
     gathered = first and not packs_rows(num_rows, shape.num_experts, shape.width, generation)
-    return grouped_rule(num_rows, shape.num_experts, generation, num_products=num_products(which), gathered=gathered)
+    products = num_products(which)
+    slot_bytes = 2 * products * shape.width * shape.hidden
+    return grouped_rule(
+        num_rows, shape.num_experts, generation, num_products=products, slot_bytes=slot_bytes, gathered=gathered
+    )
 
 
 Tuned = dict[str, dict[int, TileConfig]]

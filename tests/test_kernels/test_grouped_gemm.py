@@ -311,7 +311,7 @@ def test_compiles_for_one_slot_and_one_column():
 def test_compiles(arch, rows, even, swiglu):
     """The rule's tile for a few rows; for many the largest one of cards without TMA."""
     products = 2 if swiglu else 1
-    tile = grouped_rule(rows, 1, min(arch // 10, 8), num_products=products, gathered=swiglu)
+    tile = grouped_rule(rows, 1, min(arch // 10, 8), num_products=products, slot_bytes=1 << 24, gathered=swiglu)
     args: dict[str, object] = {
         "num_columns": "i32",
         "width": "i32",

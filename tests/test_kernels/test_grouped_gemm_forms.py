@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels.grouped_gemm_specialized import _grouped_gemm_specialized_kernel
+from kernels import grouped_gemm_specialized
+from kernels.grouped_gemm_specialized import _grouped_gemm_specialized_kernel, launch_options
 from kernels.grouped_gemm_tma import _grouped_gemm_tma_kernel, tma_serves
 from kernels.tiles import grouped_rule, tile_of_name
 from tests.aot import aot, compile_ahead
@@ -18,8 +19,9 @@ def block_cases() -> list[tuple[int, str, bool, bool]]:
     for arch in (90, 100):
         for rows in (12, 32, 64, 256, 4096):
             for swiglu, gathered in ((False, False), (True, True), (True, False)):
-                for slots in (1, 8):
-                    tile = grouped_rule(rows * slots, slots, arch // 10, num_products=1 + swiglu, gathered=gathered)
+                for slots, slot_bytes in ((1, 1 << 24), (8, 1 << 24), (8, 1 << 26)):
+                    options = {"num_products": 1 + swiglu, "slot_bytes": slot_bytes, "gathered": gathered}
+                    tile = grouped_rule(rows * slots, slots, arch // 10, **options)
                     cases.add((arch, tile.name, swiglu, gathered))
     return sorted(cases)
 
@@ -35,7 +37,7 @@ def test_compiles(arch, name, swiglu, gathered):
     if tile.form == "specialized":
         args |= {"x": "*bf16" if gathered else box("bf16", tile.block_m, tile.block_k)}
         args |= {"w_desc": box("bf16", tile.block_n, tile.block_k), "STAGES": tile.num_stages}
-        args |= {"stride_x8": "i32", "counter_ptr": "*i32" if gathered else None}
+        args |= {"stride_x8": "i32"}
         compile_gluon_ahead(_grouped_gemm_specialized_kernel, args, num_warps=tile.num_warps)
         return
     args |= {"x": "*bf16" if gathered else f"tensordesc<bf16[{tile.block_m}, {tile.block_k}]>"}
@@ -51,3 +53,12 @@ def test_what_blocks_can_be_read_of():
     assert not tma_serves(x_XD, w_SND[:, :4])  # weights not in one piece
     assert not tma_serves(x_XD[:, 1:], w_SND)  # rows begin two bytes after a multiple of 16
     assert not tma_serves(torch.zeros(3, 36, dtype=torch.bfloat16), torch.zeros(2, 8, 36, dtype=torch.bfloat16))
+
+
+def test_many_tiles_of_many_rows_wait_for_the_end_of_the_kernel_before(monkeypatch):
+    monkeypatch.setattr(grouped_gemm_specialized, "dependent_launch", lambda x: {"PDL": True, "launch_pdl": True})
+    monkeypatch.setattr(grouped_gemm_specialized, "num_multiprocessors", lambda device: 10)
+    x, beside = torch.zeros(1), {"PDL": True, "launch_pdl": True}
+    assert launch_options(x, 40, 97) == {"PDL": False}
+    assert launch_options(x, 39, 97) == beside  # few tiles
+    assert launch_options(x, 40, 96) == beside  # few rows

@@ -45,6 +45,7 @@ def test_every_choice_fits_the_card(generation, num_slots, num_columns):
                         num_slots,
                         generation,
                         num_products=products,
+                        slot_bytes=2 * products * num_columns * 2048,
                         gathered=gathered,
                         by_blocks=by_blocks,
                     )
@@ -70,11 +71,26 @@ def test_few_rows_give_most_multiprocessors_a_program():
     """One token of the benched layers, and decode rows of their linears."""
     for num_slots, top_k, columns in ((128, 8, 768), (128, 8, 2048), (8, 2, 14336), (8, 2, 4096), (60, 4, 1408)):
         products = 2 if columns in (768, 14336, 1408) else 1
-        tile = grouped_rule(top_k, num_slots, 9, num_products=products, gathered=True)
+        tile = grouped_rule(top_k, num_slots, 9, num_products=products, slot_bytes=1 << 24, gathered=True)
         assert top_k * -(-columns // tile.block_n) >= 0.7 * 132
     for columns in (2048, 3072, 4096, 5120, 6144, 151936):
         tile = linear_tile(8, columns, torch.bfloat16, 9, 132)
         assert -(-columns // tile.block_n) * tile.num_warps >= 0.9 * 132  # a warp for each at least
+
+
+def test_many_rows_of_slots_that_the_cache_holds_have_warps_of_their_own_for_loading():
+    """Gathered first products and second ones, from so many rows on; not first ones in order, and no larger slots."""
+    for num_rows, slot_bytes, products, gathered, form in (
+        (513, 1 << 24, 2, True, "specialized"),
+        (513, 1 << 24, 1, False, "specialized"),
+        (513, 1 << 24, 2, False, "tma"),
+        (513, (1 << 24) + 1, 2, True, "tma"),
+        (513, (1 << 24) + 1, 1, False, "tma"),
+        (512, (1 << 24) + 1, 1, False, "specialized"),
+    ):
+        options = {"num_products": products, "slot_bytes": slot_bytes, "gathered": gathered}
+        assert grouped_rule(2 * num_rows, 2, 9, **options).form == form
+        assert grouped_rule(2 * num_rows, 2, 10, **options).form == "tma"
 
 
 def test_names_come_back():
