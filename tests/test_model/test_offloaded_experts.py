@@ -302,6 +302,23 @@ def test_what_a_slot_held_is_forgotten_when_another_expert_comes_behind_it(tmp_p
         assert_all_same(all_logits(model), all_logits(changed))
 
 
+def test_steps_in_which_the_device_decides_may_be_captured(tmp_path: Path) -> None:
+    """Fewer rows than slots, and never where the host decides or all slots stream."""
+    write_variant(tmp_path, "mixtral")
+
+    def captured(regime: str, held: int, copies: MakeEngine) -> list[bool]:
+        offload = load(tmp_path, plan_of(regime, held, 2), copies).offload
+        assert offload is not None
+        return [offload.captures(num_rows) for num_rows in (1, E - 1, E)]
+
+    by_kernels: MakeEngine = lambda device: KernelEngine()  # noqa: E731
+    for regime in ("auto", "cache"):
+        assert captured(regime, 3, by_kernels) == [True, True, False]
+    assert not any(
+        captured("stream", 3, by_kernels) + captured("cache", 0, by_kernels) + captured("auto", 3, make_engine)
+    )
+
+
 def test_figures_add_up(tmp_path: Path) -> None:
     """Every step asks each sparse layer for the slots that have rows: each is a hit or a miss, each miss a copy."""
     write_variant(tmp_path, "mixtral")

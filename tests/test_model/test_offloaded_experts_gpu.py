@@ -130,6 +130,28 @@ def test_bits_with_tables_on_the_device_and_late_copies(
     assert vain > 0
 
 
+def test_a_step_of_few_rows_never_waits_for_the_device(tmp_path: Path) -> None:
+    """Two rows of a decode step ask for more slots than a layer has places; what came is known when it is asked for."""
+    write_variant(tmp_path, "qwen3_moe", hidden_size=128, moe_intermediate_size=128)
+    plan = OffloadPlan("auto", E, 2, 2, num_layers=1, bundle_bytes=1, tier="host", host_bytes=1)
+    model = load(tmp_path, plan, dtype=torch.bfloat16)
+    assert model.offload is not None
+    driver = StepDriver(model)
+    driver.run(prefill={"a": [5, 6, 7], "b": [8]})
+    driver.run(decode={"a": 3, "b": 4})  # compiles
+    step = driver.plan([("a", [5]), ("b", [6])], num_decode=2)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        logits = model.forward(step, driver.kv_caches)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.isfinite(logits).all() and model.offload.statistics().slots.misses > 0
+    model.offload.settle()
+    held = [slot for each in model.offload.held.values() for slot in each.slots if slot is not None]
+    assert held != [0, 1] * len(model.offload.held)
+
+
 def test_an_arena_is_pinned_and_let_go() -> None:
     """Copies from it do not wait for the host, and the same memory can be pinned again once the last view is gone."""
     shapes = {"a": ((1 << 20,), torch.float32), "b": ((3, 5), torch.bfloat16)}
