@@ -3,7 +3,8 @@
     c = norm(c); k_pe, q_pe = rotate(k_pe), rotate(q_pe); (c, k_pe) goes to the paged cache
 
 Knows latents, positions and slots; knows nothing of layers. It is defined by the kernels it stands for (rmsnorm.py,
-rope.py, kv_store.py): same operations, same roundings to the model dtype between them, same tiles, so the same bits.
+rope.py, kv_store.py): same operations, same roundings to the model dtype between them, same tiles, so the same bits,
+where rows begin at multiples of 16 entries. Others Triton spreads over threads by all that a kernel reads and writes.
 """
 
 # Launch options such as num_warps are no parameters of a kernel.

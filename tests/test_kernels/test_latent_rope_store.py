@@ -80,12 +80,23 @@ def test_kernel_for_numbers_of_tokens(backend, num_tokens):
 
 
 @pytest.mark.parametrize("interleaved", [False, True], ids=["half", "interleaved"])
-def test_many_tokens_have_the_bits_of_few(backend, interleaved):
+@pytest.mark.parametrize("rotated", [16, 12], ids=["aligned", "odd-rows"])
+def test_many_tokens_have_the_bits_of_few(backend, rotated, interleaved):
+    """Many at once, and the same in two launches that take the tile of few."""
     multiprocessors = num_multiprocessors(torch.device(backend.device))
     num_tokens = 64 * multiprocessors + 3
     assert (norm_tile(512)[0], tile_of_many(num_tokens, 512, multiprocessors)[0]) == (2, 8)
-    q_THC, args = operands(num_tokens, 3, 512, 12, backend.dtype, backend.device, interleaved=interleaved)
-    check_against_separate(q_THC, args, 12)
+    assert tile_of_many(num_tokens // 2 + 1, 512, multiprocessors)[0] == 2
+    q_THC, args = operands(num_tokens, 3, 512, rotated, backend.dtype, backend.device, interleaved=interleaved)
+    wanted_q, wanted_cache = q_THC.clone(), args[4].clone()
+    for rows in (slice(0, num_tokens // 2), slice(num_tokens // 2, None)):
+        rope = args[3]._replace(positions_T=args[3].positions_T[rows])
+        latent_rope_store_triton(
+            wanted_q[rows, :, -rotated:], args[0][rows], *args[1:3], rope, wanted_cache, args[5][rows]
+        )
+    latent_rope_store_triton(q_THC[..., -rotated:], *args)
+    assert_same_bits(q_THC, wanted_q)
+    assert_same_bits(args[4], wanted_cache)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -98,18 +98,27 @@ def test_kernel_for_numbers_of_tokens(backend, num_tokens):
     ("heads", "kv_heads", "width", "rotated", "tile"),
     [
         pytest.param(12, 3, 128, 64, HeadsTile(16, 4, 8, 4), id="tokens-stored-together"),
-        pytest.param(32, 40, 128, 128, HeadsTile(32, 32, 1, 4), id="more-kv-heads-than-a-program"),
+        pytest.param(64, 33, 128, 128, HeadsTile(32, 32, 1, 4), id="more-kv-heads-than-a-program"),
     ],
 )
 def test_many_tokens_have_the_bits_of_few(backend, heads, kv_heads, width, rotated, tile):
+    """Many at once, and the same in two launches that take the tile of few."""
     multiprocessors = num_multiprocessors(torch.device(backend.device))
     num_tokens = -(-256 * multiprocessors // heads) + 3
     assert heads_tile(num_tokens, heads, kv_heads, width, multiprocessors) == tile
-    assert heads_tile(1, heads, kv_heads, width, multiprocessors).tokens == 1
-    args = operands(
+    assert heads_tile(num_tokens // 2 + 1, heads, kv_heads, width, multiprocessors).tokens == 1
+    q_THC, k_TGC, v_TGC, norms, rope, k_cache, v_cache, slots_T = operands(
         num_tokens, heads, kv_heads, width, rotated, backend.dtype, backend.device, norms=True, interleaved=False
     )
-    check_against_separate(args)
+    wanted, parts = [k_cache.clone(), v_cache.clone()], []
+    for rows in (slice(0, num_tokens // 2), slice(num_tokens // 2, None)):
+        rope_of_part = rope._replace(positions_T=rope.positions_T[rows])
+        part = (q_THC[rows], k_TGC[rows], v_TGC[rows], norms, rope_of_part, *wanted, slots_T[rows])
+        parts.append(qk_rope_store_triton(*part))
+    ours = qk_rope_store_triton(q_THC, k_TGC, v_TGC, norms, rope, k_cache, v_cache, slots_T)
+    assert_same_bits(ours, torch.cat(parts))
+    assert_same_bits(k_cache, wanted[0])
+    assert_same_bits(v_cache, wanted[1])
 
 
 def test_heads_keep_their_tile_where_more_rows_would_lie_in_other_threads():
