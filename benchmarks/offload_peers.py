@@ -1,7 +1,7 @@
 """Experts in host memory against transformers with accelerate's offload: `python benchmarks/offload_peers.py`.
 
-One sequence decodes a model larger than the budget, on the same card and host, one engine after the other: the second
-allocates when the first one's process has ended, since the host holds the weights once. Both have dummy weights and the
+One sequence decodes a model larger than the budget, on the same card and host, one engine after the other: ours loads
+when the other's process has ended, since the host holds the weights once. Both have dummy weights and the
 same bytes of the GPU: ours all in all (weights, working space, cache, context), theirs for weights, with what a step
 needs on top. accelerate places whole layers and brings each one's weights, all experts among them, when it runs.
 
@@ -52,7 +52,7 @@ KEYS = {
     "commit": "the commit, where the tree cannot say it",
     "result": "a JSON file",
 }
-SIDES = ("ours", "accelerate")
+SIDES = ("accelerate", "ours")  # in this order: pageable memory is given back at once
 TARGET = 6.0  # times the other's tokens/s
 WARM = 8
 MAX_MODEL_LEN = 512
@@ -61,6 +61,7 @@ BLOCK_ELEMENTS = 1 << 25  # of the random block that fills the other's weights, 
 
 def our_reading(own: Mapping[str, str], rest: Sequence[str]) -> dict[str, Any]:
     """Through an engine, which plans by the budget what it holds."""
+    _wait_for_turn()
     device = resolve_device(own.get("device", "auto"))
     words = ["load_format=dummy", "cache.prefix_caching=false", f"--model={model_folder(own)}"]
     words += [f"engine.device={device.type}", "engine.max_num_seqs=1", "engine.max_batched_tokens=512"]
@@ -90,12 +91,8 @@ def our_reading(own: Mapping[str, str], rest: Sequence[str]) -> dict[str, Any]:
 
 
 def accelerate_reading(own: Mapping[str, str]) -> dict[str, Any]:
-    """transformers' network of the same shapes, dispatched by accelerate. Waits for a line before it allocates."""
-    import accelerate  # noqa: F401 - imported while the other side runs
-    import transformers  # noqa: F401
-
-    if not sys.stdin.readline():
-        raise SystemExit("nobody waits for this side any more")
+    """transformers' network of the same shapes, dispatched by accelerate."""
+    _wait_for_turn()
     device = resolve_device(own.get("device", "auto"))
     begin = time.perf_counter()
     network, hidden = offloaded_network(model_folder(own), budget_bytes(own), device)
@@ -186,6 +183,12 @@ def budget_bytes(own: Mapping[str, str]) -> int:
     return int(number_above_zero(own, "gpu_gb", float, 24.0) * GIB)
 
 
+def _wait_for_turn() -> None:
+    """Libraries are imported; memory is taken when the other side is over."""
+    if not sys.stdin.readline():
+        raise SystemExit("nobody waits for this side any more")
+
+
 def _gpu_bytes_in_use(device: torch.device) -> int:
     """Of this process: at most, as its allocator took them, and what the driver took besides."""
     if device.type != "cuda":
@@ -200,23 +203,23 @@ def _synchronize(device: torch.device) -> None:
 
 
 def run_sides(words: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Both, in processes of their own; the other one imports its libraries while ours runs."""
+    """Each in a process of its own, in turns; ours imports its libraries meanwhile."""
     script = [sys.executable, str(Path(__file__).resolve()), *words]
     huge_pages = os.environ | {"THP_MEM_ALLOC_ENABLE": "1"}  # torch's key: fewer page faults while weights are filled
-    options: dict[str, Any] = {"stdout": subprocess.PIPE, "text": True}
-    other = subprocess.Popen([*script, "side=accelerate"], stdin=subprocess.PIPE, env=huge_pages, **options)
+    options: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "env": huge_pages}
+    sides = {side: subprocess.Popen([*script, f"side={side}"], **options) for side in SIDES}
+    found = {}
     try:
-        ours = subprocess.run([*script, "side=ours"], check=True, **options).stdout
-        found = {"ours": json.loads(ours.splitlines()[-1])}
-        print(f"ours: {found['ours']}", flush=True)
-        theirs, _ = other.communicate("go\n")
-        if other.returncode:
-            raise RuntimeError(f"the other side ended with {other.returncode}")
-        found["accelerate"] = json.loads(theirs.splitlines()[-1])
-        print(f"accelerate: {found['accelerate']}", flush=True)
+        for side, process in sides.items():
+            out, _ = process.communicate("go\n")
+            if process.returncode:
+                raise RuntimeError(f"the side of {side} ended with {process.returncode}")
+            found[side] = json.loads(out.splitlines()[-1])
+            print(f"{side}: {found[side]}", flush=True)
     finally:
-        other.kill()
-        other.wait()
+        for process in sides.values():
+            process.kill()
+            process.wait()
     return found
 
 
@@ -255,14 +258,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         side, result, folder = own.get("side"), output_file(own, "result"), model_folder(own)
         if side not in (None, *SIDES):
-            raise ValueError(f"side={side} is unknown; it is ours or accelerate.")
+            raise ValueError(f"side={side} is unknown; it is accelerate or ours.")
         device = resolve_device(own.get("device", "auto"))
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     if side is not None:
         set_up_logging(Console(stderr=True))
-        print(json.dumps(our_reading(own, rest) if side == "ours" else accelerate_reading(own)))
+        print(json.dumps(our_reading(own, rest) if side == "ours" else accelerate_reading(own)), flush=True)
         return 0
     shown = [word for word in words if not word.startswith(("result=", "commit="))]
     command = shlex.join(["python", "benchmarks/offload_peers.py", *shown])
