@@ -10,6 +10,7 @@ of the engine. `stop` ends them in the same step.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -92,7 +93,7 @@ class Journal(Protocol):
     def append(self, number: int, digest: int, record: bytes, kind: str = ...) -> None: ...
 
 
-@dataclass
+@dataclass(slots=True)
 class _Running:
     """A line in the engine."""
 
@@ -127,6 +128,7 @@ class Job:
         self._params = LineParams(config.sampling, tokenizer.generation_defaults if tokenizer is not None else {})
         self._on_error = on_error
         self._count_errors = count_errors
+        self._timeout_s = config.job.line_timeout_s
         self._running: dict[str, _Running] = {}
         self._more = True  # of the lines
         self._input_fault: InputFault | None = None
@@ -215,7 +217,7 @@ class Job:
         try:
             ids = prompt_ids(line, self._tokenizer)
             self._tokens_left -= len(ids)
-            deadline = time.monotonic() + (self._config.job.line_timeout_s or float("inf"))
+            deadline = time.monotonic() + self._timeout_s if self._timeout_s is not None else math.inf
             self._running[request_id] = _Running(source, line, params.logprobs or 0, deadline)
             self._engine.add_request(Request(request_id, ids, params, line.prompt))
         except ValueError as error:
@@ -225,7 +227,7 @@ class Job:
     def _end_late_lines(self) -> None:
         """Take lines out of the engine that are in it for too long; they come back with the step. All have the same
         time, so they are late in the order in which they came."""
-        if self._config.job.line_timeout_s is None:
+        if self._timeout_s is None:
             return
         now = time.monotonic()
         for request_id, running in self._running.items():

@@ -35,7 +35,8 @@ class JournalWriter:
         self._error: Exception | None = None
         self._closing = False
         self._closed = False
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
         self._file = _create(path)
         self._write(header_frame(header))
         os.fsync(self._file)
@@ -46,7 +47,7 @@ class JournalWriter:
     def append(self, number: int, digest: int, record: bytes, kind: str = ANSWERED) -> None:
         """Hand over one finished record (one line with its end). OSError: an earlier one could not be written."""
         framed = frame(number, digest, kind, record)
-        with self._changed:
+        with self._lock:
             if self._num_bytes > MAX_GATHERED_BYTES:
                 self._changed.wait_for(lambda: self._num_bytes <= MAX_GATHERED_BYTES or self._error is not None)
             if self._error is not None:

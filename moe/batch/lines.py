@@ -213,6 +213,8 @@ def _num_bytes(raw: bytes, record: dict[str, Any]) -> int:
 
 def _is_deep(raw: bytes, record: dict[str, Any]) -> bool:
     """Whether lists and objects lie in each other beyond MAX_NESTING; level by level, so that no depth is too much."""
+    if _LIST not in raw and _OBJECT not in raw[1:]:
+        return False  # as most lines are; counting takes as long as decoding
     if raw.count(_LIST) + raw.count(_OBJECT) <= MAX_NESTING:
         return False
     level: list[Any] = [record]

@@ -114,8 +114,9 @@ class SamplingParams:
 
     def with_seed(self, seed: int) -> SamplingParams:
         """The same params with another seed, which is known to be one; nothing is checked again."""
-        copy = object.__new__(SamplingParams)
-        copy.__dict__.update(self.__dict__, seed=seed)
+        copy, values = object.__new__(SamplingParams), self.__dict__.copy()
+        values["seed"] = seed
+        object.__setattr__(copy, "__dict__", values)
         return copy
 
     @property
@@ -212,7 +213,9 @@ def digest_of(prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]
 
 def derive_seed(seed: int, *parts: str | int) -> int:
     """A 63-bit seed from another one and names: the same on every machine and in every Python."""
-    text = "\0".join([str(seed), *(f"{type(part).__name__}:{part}" for part in parts)])
+    text = str(seed)
+    for part in parts:
+        text += f"\0{type(part).__name__}:{part}"
     return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little") >> 1
 
 
