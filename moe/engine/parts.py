@@ -32,6 +32,7 @@ from moe.model.families.registry import read_config
 from moe.model.hub import resolve_model
 from moe.model.load_model import Spread, load_model, open_model
 from moe.model.offloaded_experts import Offload
+from moe.model.overlap import choose_overlap
 
 logger = logging.getLogger(__name__)
 
@@ -223,6 +224,7 @@ def load_parts(config: Config, ranks: Ranks | None = None) -> Parts:
         mla_workspace_tokens=config.engine.mla_workspace_tokens,
         progress=LoadProgress(),
         spread=None if ranks is None else _spread(config, ranks, machine),
+        overlap=choose_overlap(config.parallel, 1, outline.device),
         offload=planned.offload,
         opened=opened,
     )

@@ -128,7 +128,7 @@ class CausalLM:
         if self._splits(step):
             y_TD = self._in_halves(step, page_size, kv_caches)
         else:
-            beside = self.side if self.overlap.shared else None
+            beside = self.side if self.overlap.shared_in(prompts=step.prefill is not None) else None
             plan = plan_step(step, page_size, self.mla_workspace_tokens, self.load, beside)
             y_TD = run_through(self._stages(plan, kv_caches))
         if self.load is not None:

@@ -58,15 +58,15 @@ class MoELayer:
         num_tokens = x_TD.shape[0]
         dispatcher = self.dispatchers.prefill if plan.step.any_prefill else self.dispatchers.decode
         own_slots, packed = dispatcher.own_slots, None
-        if own_slots is None:
-            routing = self.gate(x_TD, plan.step.real_T)
-        else:
-            routing, packed = self.gate.and_pack(x_TD, *own_slots, plan.step.real_T)
         shared, shared_TD = self.shared, None
         if shared is not None and plan.beside is not None:
             plan.beside.fork()
             with plan.beside.use():
                 shared_TD = shared(x_TD, plan.all_rows_2)
+        if own_slots is None:
+            routing = self.gate(x_TD, plan.step.real_T)
+        else:
+            routing, packed = self.gate.and_pack(x_TD, *own_slots, plan.step.real_T)
         yield
         fill = max(plan.step.most_rows - num_tokens, 0) if dispatcher.equal_rows else 0
         filled = _Rows(x_TD, *routing, residual_TD) if not fill else _filled_up(x_TD, routing, residual_TD, fill)

@@ -30,7 +30,7 @@ from moe.model.expert_files import ExpertFiles
 from moe.model.families.registry import read_config
 from moe.model.linear import forbid_split_k
 from moe.model.offload_setup import MakeEngine, make_offload
-from moe.model.overlap import NO_OVERLAP, choose_overlap
+from moe.model.overlap import NO_OVERLAP, Overlap, choose_overlap
 
 logger = logging.getLogger(__name__)
 
@@ -70,6 +70,7 @@ def load_model(
     mla_workspace_tokens: int = 32768,
     progress: Progress | None = None,
     spread: Spread | None = None,
+    overlap: Overlap = NO_OVERLAP,
     offload: OffloadPlan | None = None,
     copies: MakeEngine = make_engine,
     opened: Opened | None = None,
@@ -77,7 +78,8 @@ def load_model(
     """The network of `folder` with its weights, or with weights from `seed` for load_format=dummy (config.json alone).
 
     `quantization`: the routed experts as they are stored (auto), in fp8, or in `dtype` (none); all else is in `dtype`.
-    `spread`: this rank holds its share of the experts alone; None: all of them. The network's own `config` says which
+    `spread`: this rank holds its share of the experts alone, and overlaps what its `parallel` says; None: it holds all
+    of them, and overlaps what `overlap` says. The network's own `config` says which
     it became. `offload`: how many experts are on the device, the others in host memory; `copies` brings them.
     `opened`: what `open_model` said of the same model, if that was asked before.
     On a GPU this forbids split-K in the vendor library, for the whole process. Raises ValueError for a
@@ -88,11 +90,13 @@ def load_model(
         forbid_split_k()
     if spread is None:
         layout = ExpertLayout.whole(config.layers_with_experts, config.moe.num_experts, device)
-        group, overlap = None, NO_OVERLAP
+        group = None
     else:
         layout, group = _layout(spread, config, device), spread.group
         overlap = choose_overlap(spread.parallel, spread.group.size, device)
     files = None if offload is None or checkpoint is None else ExpertFiles(checkpoint, device)
+    if offload is not None and overlap.decoding:
+        overlap = NO_OVERLAP  # copies have streams of their own: not measured beside a third
     made = offload and make_offload(offload, config, dtype, device, layout, group, engine=copies, files=files)
     model = CausalLM(
         config,

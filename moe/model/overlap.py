@@ -47,10 +47,17 @@ Stages = Generator[None, None, Tensor]
 
 
 class Overlap(NamedTuple):
-    """What may run beside what. `halves_from`: the rows of the fullest rank from which a step is split; None: never."""
+    """What may run beside what. `shared`: shared experts, beside the router, rows that travel and routed experts;
+    `decoding`: in steps without prompts alone. `halves_from`: the rows of the fullest rank from which a step is split;
+    None: never."""
 
     shared: bool = False
     halves_from: int | None = None
+    decoding: bool = False
+
+    def shared_in(self, *, prompts: bool) -> bool:
+        """Whether shared experts go beside in a step with prompts, or without."""
+        return self.shared and not (self.decoding and prompts)
 
     def rounds_open(self, num_rows: int) -> int:
         """How many dispatches of a step of so many rows may be on their way at a time: one of each half."""
@@ -58,7 +65,8 @@ class Overlap(NamedTuple):
 
     def __str__(self) -> str:
         halves = f"steps from {self.halves_from} rows in halves" if self.halves_from is not None else ""
-        shared = "shared experts beside travelling rows" if self.shared else ""
+        shared = "shared experts beside routed ones" if self.shared else ""
+        shared += " in steps of decoding rows alone" if shared and self.decoding else ""
         return " and ".join(each for each in (shared, halves) if each) or "nothing"
 
 
@@ -66,15 +74,20 @@ NO_OVERLAP = Overlap()
 
 
 def choose_overlap(parallel: ParallelConfig, num_ranks: int, device: torch.device) -> Overlap:
-    """Of `parallel.overlap`. With one rank nothing travels; on the CPU there is no second stream for shared experts.
+    """Of `parallel.overlap`. With one rank nothing travels, so nothing is split; on the CPU there is no second stream
+    for shared experts.
 
     Shared experts go beside however few rows there are: in a graph fork and join took 0.4 to 1.5 us up to 64 rows. us a
     layer on one H200, in turn | beside, for 1, 64 and 4,096 rows, with a kernel that only waits, as long as one_sided's
     dispatch of these takes, in its place: dsv3 47.2 | 33.2, 59.9 | 43.0, 740 | 643; dsv2-lite 34.4 | 19.6, 36.8 | 21.5,
-    288 | 228.
+    288 | 228. The router, whose launches mostly wait, has them beside it too, with one rank in steps of decoding rows;
+    whole layers of dsv2-lite in graphs, in turn | beside, for 1, 8, 64 and 256 rows: 100.5 | 91.3, 220.3 | 210.5,
+    365.8 | 353.9, 436.6 | 422.3. Beside prompts it has not been measured.
     """
-    if num_ranks == 1 or parallel.overlap == "none":
+    if parallel.overlap == "none":
         return Overlap()
+    if num_ranks == 1:
+        return Overlap(shared=True, decoding=True) if device.type == "cuda" else Overlap()
     halves_from = None
     if parallel.overlap == "halves":
         halves_from = parallel.overlap_rows or HALVES_FROM_ROWS

@@ -39,6 +39,14 @@ STEPS: tuple[tuple[Mapping[str, Sequence[int]], Mapping[str, int]], ...] = (
 )
 
 
+OVERLAPS = (
+    Overlap(halves_from=2),
+    Overlap(shared=True),
+    Overlap(shared=True, halves_from=9),
+    Overlap(shared=True, decoding=True),
+)
+
+
 def make(folder: Path, overlap: Overlap, device: torch.device = CPU, dtype: torch.dtype = torch.float32) -> CausalLM:
     model = load_model(folder, dtype=dtype, device=device, max_model_len=128, mla_workspace_tokens=64)
     model.overlap = overlap
@@ -58,7 +66,7 @@ def test_halves_have_the_bits_of_the_whole(variant: str, tmp_path: Path) -> None
     model = make(tmp_path, Overlap())
     assert model.load is not None
     whole, load = answers(model), model.load.snapshot()
-    for overlap in (Overlap(halves_from=2), Overlap(shared=True), Overlap(shared=True, halves_from=9)):
+    for overlap in OVERLAPS:
         model.overlap = overlap
         model.load.reset()
         assert_same_answers(answers(model), whole)
@@ -77,7 +85,7 @@ def assert_same_answers(found: list[dict[str, Tensor]], expected: list[dict[str,
 def test_on_a_second_stream_too(variant: str, tmp_path: Path) -> None:
     write_variant(tmp_path, variant, dtype="bfloat16")
     whole = answers(make(tmp_path, Overlap(), CUDA, torch.bfloat16))
-    for overlap in (Overlap(halves_from=2), Overlap(shared=True), Overlap(shared=True, halves_from=9)):
+    for overlap in OVERLAPS:
         model = make(tmp_path, overlap, CUDA, torch.bfloat16)
         for _ in range(3):  # memory of the first time is given out again in the second
             assert_same_answers(answers(model), whole)
@@ -225,13 +233,23 @@ def test_stages_run_in_turns_as_drawn() -> None:
     [
         ({}, 2, CUDA, Overlap(shared=True)),
         ({}, 2, CPU, Overlap()),
-        ({}, 1, CUDA, Overlap()),
+        ({}, 1, CUDA, Overlap(shared=True, decoding=True)),
+        ({"overlap": "shared"}, 1, CUDA, Overlap(shared=True, decoding=True)),
+        ({}, 1, CPU, Overlap()),
+        ({"overlap": "none"}, 1, CUDA, Overlap()),
         ({"overlap": "shared"}, 2, CPU, Overlap()),
         ({"overlap": "none"}, 2, CUDA, Overlap()),
-        ({"overlap": "halves"}, 1, CUDA, Overlap()),
+        ({"overlap": "halves"}, 1, CUDA, Overlap(shared=True, decoding=True)),
         ({"overlap": "halves"}, 2, CPU, Overlap(halves_from=HALVES_FROM_ROWS)),
         ({"overlap": "halves", "overlap_rows": 7}, 3, CUDA, Overlap(shared=True, halves_from=7)),
     ],
 )
 def test_what_is_chosen(keys: dict[str, Any], num_ranks: int, device: torch.device, expected: Overlap) -> None:
     assert choose_overlap(ParallelConfig(**keys), num_ranks, device) == expected
+
+
+def test_one_rank_takes_shared_experts_aside_in_steps_without_prompts() -> None:
+    overlap = choose_overlap(ParallelConfig(), 1, CUDA)
+    assert overlap.shared_in(prompts=False) and not overlap.shared_in(prompts=True)
+    assert str(overlap) == "shared experts beside routed ones in steps of decoding rows alone"
+    assert Overlap(shared=True).shared_in(prompts=True) and not Overlap().shared_in(prompts=False)
