@@ -21,6 +21,11 @@ STAGING_BYTES = 64 << 20
 # the L / K sequences that the bytes L left for the cache hold: more, if L is over 1 / 80 of what is shared.
 RESIDENT_CACHE = 55.4 / 4420
 
+# Rows a slot from which `auto` streams. With even routing n rows a slot ask for 1 - exp(-n) of the slots, 63 % at 1;
+# skewed ones ask for fewer. Less than what is streamed crosses the link then, but more slowly (kernels read 50 GB/s from
+# pinned memory, the copy engine 55, on an H200), and nothing of it before it is known who asks.
+STREAM_FROM = 1.0
+
 
 @dataclass(frozen=True)
 class OffloadPlan:
@@ -51,9 +56,8 @@ class OffloadPlan:
         return (self.num_slots - self.held_slots) * self.num_layers * self.bundle_bytes
 
     def streams(self, num_rows: int) -> bool:
-        """Whether a call of a layer with so many rows streams all its slots. From one row a slot on: then most slots
-        have rows (63 % of them with uniform routing), and reading which ones no longer pays."""
-        return self.regime == "stream" or (self.regime == "auto" and num_rows >= self.num_slots)
+        """Whether a call of a layer with so many rows streams all its slots."""
+        return self.regime == "stream" or (self.regime == "auto" and num_rows >= STREAM_FROM * self.num_slots)
 
     def words(self) -> str:
         """For people."""
