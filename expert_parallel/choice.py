@@ -13,18 +13,18 @@
 
 A step is "decode alone" if no rank brings prompt rows: all ranks agree on that before it is launched.
 
-What it rests on: `launch.bench workload=ep` on two H200s (NV18) at commit 6598068, 30 November 2026, us of dispatch and
+What it rests on: `launch.bench workload=ep` on two H200s (NV18) at commit 6f08fa1, 30 November 2026, us of dispatch and
 combine together, DeepSeek-V3's shape (D = 7168, E = 256, K = 8), even ranks, combine=exact | fast:
 
     tokens of a rank    one_sided       all_to_all        all_gather        deep_ep
-    16384               3,807 | 1,667   6,354 | 3,419     9,311 | 2,892           | 4,545
-    4096                  989 |   442   3,073 | 2,701     2,533 |   863           | 1,275
-    128, in a graph        47 |    34   (2,463 | 2,198)     245 |   117           |   206 (its decode kernels)
-    16, in a graph         22 |    20   (2,461 | 2,249)     115 |    59           |    91
+    16384               3,850 | 1,612   5,694 | 3,050     9,256 | 2,857           | 4,460
+    4096                  973 |   435   1,846 | 1,867     2,475 |   815           | 1,212
+    128, in a graph        47 |    32   (1,695 | 1,333)     213 |    84           |   173 (its decode kernels)
+    16, in a graph         23 |    19   (1,491 | 1,324)      96 |    39           |    71
 
 one_sided was the fastest of all at every size, with both shapes and both ways to combine, even ranks and uneven ones:
-its time was 0.15 to 0.6 of the next best's (0.74 once). Read on two cards of one host; with more of them no other
-reading is known, and a round's rows are bounded as ever (`parallel.row_cap`).
+its time was 0.17 to 0.68 of the next best's (up to 128 tokens in a graph). Read on two cards of one host; with more of
+them no other reading is known, and a round's rows are bounded as ever (`parallel.row_cap`).
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ def choose(
     if "one_sided" in problems:
         why = f"no rank needs another's memory for it, and one_sided cannot: {problems['one_sided']}"
         return Choice("all_to_all", "all_gather", f"auto: {num_ranks} GPUs; decode is graph-safe, {why}")
-    why = "on two H200s it took 0.15 to 0.74 of the next dispatcher's time, for 16 to 16,384 tokens of a rank"
+    why = "on two H200s it took 0.17 to 0.68 of the next dispatcher's time, for 16 to 16,384 tokens of a rank"
     return Choice("one_sided", "one_sided", f"auto: {num_ranks} GPUs that reach each other's memory; {why}")
 
 

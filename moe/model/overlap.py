@@ -33,10 +33,10 @@ are read twice, their tiles are less full. Both were timed alone on H200s (N: on
 two readings a straight line), us a layer, N of exact | fast less the loss:
 
     rows     dsv3, fp8       dsv3, bf16      qwen3, fp8     qwen3, bf16
-    1024       49 |  -86     -169 | -304      -55 |  -89     -174 | -207
-    2048      322 |   66      645 |  390       49 |  -24      -23 |  -96
-    4096      764 |  267    1,088 |  590      189 |   37      118 |  -35
-    8192    1,130 |  130    2,644 | 1,644     473 |  166      464 |  157
+    1024       36 |  -90     -182 | -308      -61 |  -88     -179 | -207
+    2048      325 |   62      649 |  386       37 |  -19      -35 |  -91
+    4096      799 |  261    1,123 |  585      165 |   49       93 |  -22
+    8192    1,224 |  119    2,738 | 1,634     428 |  195      419 |  186
 
 From 8,192 rows on no case loses if all of the network's time is hidden; with half of it one does (dsv3, fp8, fast):
 what two launches take from each other when they share the multiprocessors no reading tells."""
