@@ -141,6 +141,24 @@ def test_the_most_memory_at_a_time_is_seen() -> None:
     assert host.num_bytes > 48 << 20
 
 
+@pytest.mark.gpu
+def test_captured_steps_are_dropped_and_made_anew() -> None:
+    """With guesses, without, streamed, and with guesses again: each after graphs of another kind."""
+    words = ["model=demo", "dtype=bfloat16", "engine.device=cuda", "engine.max_num_seqs=4", "engine.capture_seconds=0"]
+    words += ["cache.num_blocks=128", "cache.prefix_caching=false", "offload.regime=auto", "offload.slots_per_layer=3"]
+    engine = Engine(compose_config(parse(words)))
+    try:
+        for turn, guesses in enumerate((True, False, True)):
+            figure = cache_figure(
+                engine, "demo", Prompt([3, 4, 5], 60), guesses=guesses, num_steps=6, warm=3, what=f"turn {turn}"
+            )
+            assert ("right %" in figure.extra) == guesses and figure.extra["copies"] > 0
+            assert engine.graphs is not None
+            stream_figure(engine, "demo", even_prompts(engine.vocab_size, 3, 4, 60), 2)
+    finally:
+        engine.close()
+
+
 @pytest.mark.parametrize(("num_experts", "top_k", "exponent"), [(8, 2, 1.0), (16, 4, 1.5)])
 def test_biases_make_experts_as_popular_as_zipf_says(num_experts: int, top_k: int, exponent: float) -> None:
     spread = 0.5
