@@ -153,13 +153,13 @@ def _decode_kernel(
     BLOCK_V: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    wait_for_inputs(PDL)
     kv_head, place, sequence = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2).to(tl.int64)
     kv_len = tl.load(kv_lens_ptr + sequence)
-    seen, origin, split_len, splits = splits_of(kv_len, SPLIT_LEN, FEW_SPLITS, WINDOW)
+    seen, origin, split_len, splits = splits_of(kv_len, SPLIT_LEN, FEW_SPLITS, WINDOW)  # pyright: ignore
     own: tl.constexpr = RUN if WHOLE else 1
     split = place * own
     if (split >= splits) & (place > 0):
+        wait_for_inputs(PDL)
         return
     first = tl.maximum(origin + split * split_len, seen)
     end = tl.minimum(origin + (split + own) * split_len, kv_len)
@@ -177,6 +177,7 @@ def _decode_kernel(
     begin = first // BLOCK_N * BLOCK_N
     index = tl.minimum(tl.maximum(begin + n, first), end - 1)
     block = tl.load(table_ptr + index // PAGE, mask=index >= 0, other=0)
+    wait_for_inputs(PDL)  # lengths and tables are older than the launch before
     q_ptrs = q_ptr + sequence * stride_qb + head[:, None] * stride_qh + c[None, :]
     q = tl.load(q_ptrs, mask=real[:, None] & (c < WIDTH)[None, :], other=0.0)
     for start in range(begin, end, BLOCK_N):

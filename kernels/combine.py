@@ -140,7 +140,6 @@ def _combine_norm_kernel(
     BLOCK_D: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    wait_for_inputs(PDL)
     token = (tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R))[:, None]
     d = tl.arange(0, BLOCK_D)[None, :]
     in_batch = token < num_tokens
@@ -148,7 +147,21 @@ def _combine_norm_kernel(
     residual = tl.load(residual_ptr + token * stride_residual + d, mask=used, other=0.0)
     norm = tl.load(norm_ptr + d, mask=d < num_columns, other=0.0)
     total = tl.zeros((BLOCK_R, BLOCK_D), tl.float32)
-    total = add_experts(total, y_ptr, row_ptr, weights_ptr, token, in_batch, d, num_columns, stride_y, TOP_K)
+    if TOP_K <= UNROLLED and BLOCK_R == 1:
+        # The router's choices and the residual are older than the launch before this one, whose rows are waited for.
+        rows, weights = (), ()
+        for k in tl.static_range(TOP_K):
+            rows += (tl.load(row_ptr + token * TOP_K + k, mask=in_batch, other=-1),)
+            weights += (tl.load(weights_ptr + token * TOP_K + k, mask=in_batch, other=0.0),)
+        wait_for_inputs(PDL)
+        for k in tl.static_range(TOP_K):
+            here = rows[k] >= 0  # pyright: ignore
+            y_ptrs = y_ptr + rows[k].to(tl.int64) * stride_y + d  # pyright: ignore
+            y = tl.load(y_ptrs, mask=here & (d < num_columns), other=0.0)
+            total += tl.where(here, weights[k], 0.0) * y.to(tl.float32)
+    else:
+        wait_for_inputs(PDL)
+        total = add_experts(total, y_ptr, row_ptr, weights_ptr, token, in_batch, d, num_columns, stride_y, TOP_K)
     x = add_rows(total, shared_ptr, token * stride_shared + d, residual, used)
     place = token * num_columns + d
     tl.store(sum_ptr + place, x, mask=used)

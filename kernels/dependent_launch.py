@@ -3,10 +3,13 @@
 Between two small kernels a GPU idles for a microsecond or more, and a decode step has hundreds. With this attribute the
 next kernel's programs are placed as soon as every program of the last one runs, and wait on the device for its end.
 
-A kernel that takes part calls `wait_for_inputs(PDL)` before anything else, in every program, also those that have
-nothing to do: a kernel that ended without waiting would let its successor run before its predecessor has ended. Then
-every kernel sees what all kernels before it wrote, as without the attribute. Only weights, which no kernel of a step
-writes, may be asked for earlier.
+A kernel that takes part calls `wait_for_inputs(PDL)` in every program, also those that have nothing to do: a kernel
+that ended without waiting would let its successor run before its predecessor has ended. It does so before it writes
+anything, and before it reads what the kernel right before it may have written. What older kernels wrote may be read
+earlier: the one before has told only after its own wait, when they had ended. So weights, lengths, tables and the
+router's choices are on their way while the kernel before still works. One H200, whole layers in graphs, so / all read
+behind the wait, microseconds: qwen3 1 row 54.5 / 55.8, 8 rows 152.2 / 153.8; dsv2-lite 1 row 96.6 / 100.5, 8 rows 215.9
+/ 220.3, 256 rows 433.4 / 436.6.
 
 One H200: 0.4 us less for each kernel of 1 to 2 us in a chain of them.
 """

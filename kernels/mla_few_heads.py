@@ -220,9 +220,6 @@ def few_heads_kernel(
     BLOCK_H: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
     dtype: gl.constexpr = q_latent_ptr.dtype.element_ty
     STAGES: gl.constexpr = 2  # a third was not faster: two keep the memory busy
     FOLD: gl.constexpr = BLOCK_H == 16  # registers hold a split's sum and the merged one of no more heads
@@ -250,6 +247,9 @@ def few_heads_kernel(
     begin, stop, sequence, last_sequence, before = find_run(
         kv_lens_ptr, num_sequences, num_splits, gl.program_id(0), gl.num_programs(0), SPLIT_LEN, FEW_SPLITS
     )
+    if PDL:  # lengths are older than the launch before
+        gdc_wait()
+        gdc_launch_dependents()
     # fmt: off
     gl.warp_specialize(
         [

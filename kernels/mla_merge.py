@@ -39,12 +39,13 @@ def _merge_kernel(
     FEW_SPLITS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    wait_for_inputs(PDL)
     sequence = tl.program_id(2).to(tl.int64)
+    kv_len = tl.load(kv_lens_ptr + sequence)
+    _, _, splits = split_bounds(kv_len, 0, SPLIT_LEN, FEW_SPLITS, 0)  # pyright: ignore
+    wait_for_inputs(PDL)  # lengths are older than the launch before
     whole = 0
     if whole_ptr is not None:
         whole = tl.load(whole_ptr + sequence)
-    _, _, splits = split_bounds(tl.load(kv_lens_ptr + sequence), 0, SPLIT_LEN, FEW_SPLITS, 0)
     if (splits <= 1) | (whole != 0):
         return
     head, v = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H), tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)

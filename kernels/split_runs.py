@@ -120,9 +120,10 @@ def _merge_runs_kernel(
     ONE_RUN: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    wait_for_inputs(PDL)
     sequence = tl.program_id(2).to(tl.int64)
-    _, _, _, parts = splits_of(tl.load(kv_lens_ptr + sequence), SPLIT_LEN, FEW_SPLITS, WINDOW)
+    kv_len = tl.load(kv_lens_ptr + sequence)
+    _, _, _, parts = splits_of(kv_len, SPLIT_LEN, FEW_SPLITS, WINDOW)  # pyright: ignore
+    wait_for_inputs(PDL)  # lengths are older than the launch before
     if WHOLE:
         parts = tl.cdiv(parts, RUN)
     if parts <= 1:
