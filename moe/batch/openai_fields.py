@@ -115,6 +115,8 @@ REFUSED = {
     "ec_transfer_params": "",
     "vllm_xargs": "",
 }
+# What is accepted or refused by its value, or always refused.
+_BY_VALUE = frozenset(ONLY_AT) | frozenset(REFUSED) | {"best_of", "add_special_tokens"}
 _EITHER = SAMPLING_NAMES | NO_EFFECT | ONLY_AT.keys() | REFUSED.keys() | {"model", "add_special_tokens"}
 CHAT_KNOWN, COMPLETION_KNOWN = _EITHER | CHAT_NAMES, _EITHER | COMPLETION_NAMES
 
@@ -122,13 +124,19 @@ CHAT_KNOWN, COMPLETION_KNOWN = _EITHER | CHAT_NAMES, _EITHER | COMPLETION_NAMES
 def check_fields(body: dict[str, Any], *, is_chat: bool) -> None:
     """LineError for the first field that is unknown, or that asks for what is not offered. Null asks for nothing."""
     check_known(body, CHAT_KNOWN if is_chat else COMPLETION_KNOWN, " in body")
+    if not _BY_VALUE.isdisjoint(body):
+        _check_values(body, is_chat=is_chat)
+    kind = body.get("response_format", {"type": "text"})
+    if not isinstance(kind, dict) or kind.get("type") != "text":
+        raise LineError(f"response_format={short(kind)} is not offered: {CONSTRAINED}; leave it out.")
+
+
+def _check_values(body: dict[str, Any], *, is_chat: bool) -> None:
+    """Of fields that are accepted at some values alone; few lines have any."""
     neutral = {**ONLY_AT, "best_of": (1, body.get("n", 1)), "add_special_tokens": (not is_chat,)}
     for name, value in body.items():
-        if name not in neutral and name not in REFUSED:
+        if name not in _BY_VALUE:
             continue
         if not any(value == good and type(value) in (type(good), float) for good in neutral.get(name, ())):
             why = REFUSED.get(name)
             raise LineError(f"{name}={short(value)} is not offered{f': {why}' if why else ''}; leave it out.")
-    kind = body.get("response_format", {"type": "text"})
-    if not isinstance(kind, dict) or kind.get("type") != "text":
-        raise LineError(f"response_format={short(kind)} is not offered: {CONSTRAINED}; leave it out.")
