@@ -25,10 +25,6 @@ from kernels.tiles import device_generation
 
 _FEW_HEADS = 32
 
-_FEW_REGISTERS = 160
-"""A thread's, at the start: the warps that copy give theirs to those that multiply, and the kernel after this one finds
-room beside it."""
-
 
 def runs_on_hopper(q_latent_BHL: Tensor, q_pe_BHR: Tensor, cache_NPX: Tensor) -> bool:
     """Whether these kernels take this model's operands on this GPU: never a matter of the batch."""
@@ -76,7 +72,7 @@ def mla_decode_hopper(
         cache_NPX.flatten(0, 1), [min(page_size, 64), 64], gl.NVMMASharedLayout(128, 16, 2)
     )
     programs = torch.cuda.get_device_properties(device).multi_processor_count
-    own = {"whole_ptr": whole_B, "maxnreg": _FEW_REGISTERS} if few else {"num_pieces": num_pieces}
+    own = {"whole_ptr": whole_B} if few else {"num_pieces": num_pieces}
     (few_heads_kernel if few else many_heads_kernel)[(min(num_pieces, programs),)](
         q_latent_BHL,
         q_pe_BHR,

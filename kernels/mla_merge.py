@@ -35,6 +35,7 @@ def _merge_kernel(
     VALUE_WIDTH: tl.constexpr,
     BLOCK_V: tl.constexpr,
     BLOCK_H: tl.constexpr,
+    CHUNK: tl.constexpr,
     SPLIT_LEN: tl.constexpr,
     FEW_SPLITS: tl.constexpr,
     PDL: tl.constexpr,
@@ -54,16 +55,21 @@ def _merge_kernel(
     maximum = tl.full((BLOCK_H,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_H,), tl.float32)
     acc = tl.zeros((BLOCK_H, BLOCK_V), tl.float32)
-    for split in tl.range(0, splits, loop_unroll_factor=8):
-        row = first_row + split * num_heads
-        lse = tl.load(lse_ptr + row, mask=real, other=0.0)
-        part = tl.load(parts_ptr + row[:, None] * VALUE_WIDTH + v[None, :], mask=inside, other=0.0)
-        new_maximum = tl.maximum(maximum, lse)
-        decay, weight = tl.exp2(maximum - new_maximum), tl.exp2(lse - new_maximum)
-        total = tl.fma(total, decay, weight)
-        weight = tl.broadcast_to(weight[:, None], (BLOCK_H, BLOCK_V))
-        acc = tl.fma(part.to(tl.float32), weight, acc * decay[:, None])
-        maximum = new_maximum
+    for first in range(0, splits, CHUNK):
+        # Loads of a chunk wait for no other. A step behind the last split changes no bit: its weight is 0, and adding
+        # its product, -0, leaves even the sign of a zero.
+        for i in tl.static_range(CHUNK):  # pyright: ignore
+            there = first + i < splits
+            row = first_row + (first + i) * num_heads
+            lse = tl.load(lse_ptr + row, mask=real & there, other=float("-inf"))
+            ptrs = parts_ptr + row[:, None] * VALUE_WIDTH + v[None, :]
+            part = tl.load(ptrs, mask=inside & there, other=-0.0)
+            new_maximum = tl.maximum(maximum, lse)
+            decay, weight = tl.exp2(maximum - new_maximum), tl.exp2(lse - new_maximum)
+            total = tl.fma(total, decay, weight)
+            weight = tl.broadcast_to(weight[:, None], (BLOCK_H, BLOCK_V))
+            acc = tl.fma(part.to(tl.float32), weight, acc * decay[:, None])
+            maximum = new_maximum
     out_ptrs = out_ptr + (sequence * num_heads + head)[:, None] * VALUE_WIDTH + v[None, :]
     tl.store(out_ptrs, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=inside)
 
@@ -73,10 +79,11 @@ def merge_parts(
 ) -> None:
     """Fills out_BHV (contiguous) where a sequence has more than one split and whole_B, if given, is 0."""
     num_sequences, splits, num_heads, width = parts_BSHV.shape
-    # Few results: one warp for 128 columns, so that many programs share the latency. Many: eight columns a thread.
-    block_h, block_v, num_warps = 1, min(next_power_of_2(width), 128), 1
-    if num_sequences * num_heads * width > 2**19:
-        block_h, num_warps = min(8, next_power_of_2(num_heads)), 4
+    # Few results: one warp for 128 columns, so that many programs share the latency. Many: eight columns a thread. One
+    # H200, 64 sequences of 16 heads, with the splits: 90.4 and 88.6 us for 4096 keys, 27.3 and 25.3 for 600.
+    block_h, block_v, num_warps, chunk = 1, min(next_power_of_2(width), 128), 1, 8
+    if num_sequences * num_heads * width >= 2**19:
+        block_h, num_warps, chunk = min(8, next_power_of_2(num_heads)), 4, 4
     _merge_kernel[(cdiv(width, block_v), cdiv(num_heads, block_h), num_sequences)](
         parts_BSHV,
         lse_BSH,
@@ -88,6 +95,7 @@ def merge_parts(
         VALUE_WIDTH=width,
         BLOCK_V=block_v,
         BLOCK_H=block_h,
+        CHUNK=chunk,
         SPLIT_LEN=rule.length,
         FEW_SPLITS=rule.few,
         num_warps=num_warps,
