@@ -27,19 +27,20 @@ from configs.schema import ParallelConfig
 
 HALVES_FROM_ROWS = 8192
 """Rows of the fullest rank from which parallel.overlap=halves splits a step, unless parallel.overlap_rows says another
-number. NOT MEASURED but reckoned, so `auto` never splits. Splitting a layer of T rows saves at most what rows take on
-their way, N(T), and costs what the experts' products lose when they are made in two, 2 X(T / 2) - X(T): their weights
-are read twice, their tiles are less full. Both were timed alone on H200s (N: one_sided, two cards; X: one card; between
-two readings a straight line), us a layer, N of exact | fast less the loss:
+number. Measured on two H200s over one_sided, where splitting never paid, so `auto` never splits. The time of a step in
+halves over that of a whole one, 6 layers, the same rows on both ranks:
 
-    rows     dsv3, fp8       dsv3, bf16      qwen3, fp8     qwen3, bf16
-    1024       36 |  -90     -182 | -308      -61 |  -88     -179 | -207
-    2048      325 |   62      649 |  386       37 |  -19      -35 |  -91
-    4096      799 |  261    1,123 |  585      165 |   49       93 |  -22
-    8192    1,224 |  119    2,738 | 1,634     428 |  195      419 |  186
+    rows     qwen3, fast   qwen3, exact   dsv2-lite, fast   dsv2-lite, exact
+    1024         1.40          3.33            1.32               -
+    2048         1.23          6.99            1.11              1.05
+    4096         1.13          2.35            1.05              1.00
+    8192         1.10          1.05            1.08              1.07
+    16384        1.12          1.06            1.10              1.09
 
-From 8,192 rows on no case loses if all of the network's time is hidden; with half of it one does (dsv3, fp8, fast):
-what two launches take from each other when they share the multiprocessors no reading tells."""
+From the parts' own times, N(T) of the network less 2 X(T / 2) - X(T) of products made in two, a gain from 8,192 rows on
+had been reckoned: the launches that move rows and those that multiply take multiprocessors from each other, and with
+exact sums few rows wait for a launch that has no room. A network several times slower than NVLink may turn this round,
+for which the way stays."""
 
 T = TypeVar("T")
 Stages = Generator[None, None, Tensor]
