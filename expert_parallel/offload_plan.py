@@ -22,8 +22,8 @@ STAGING_BYTES = 64 << 20
 RESIDENT_CACHE = 55.4 / 4420
 
 # Rows a slot from which `auto` streams. With even routing n rows a slot ask for 1 - exp(-n) of the slots, 63 % at 1;
-# skewed ones ask for fewer. Less than what is streamed crosses the link then, but more slowly (kernels read 50 GB/s from
-# pinned memory, the copy engine 55, on an H200), and nothing of it before it is known who asks.
+# skewed ones ask for fewer. Less than what is streamed crosses the link then, but more slowly (on an H200 kernels read
+# 50 GB/s from pinned memory, the copy engine 55), and nothing of it before it is known who asks.
 STREAM_FROM = 1.0
 
 

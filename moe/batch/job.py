@@ -40,9 +40,10 @@ from moe.batch.report import Progress
 from moe.engine.request import Request, RequestOutput
 from moe.engine.stats import EngineStats
 
-FIRST_LINES = 8
-"""Of several ranks: lines that one may take in its first step; after that as many as it has running. All ranks take in
-turns, step by step, so that a short file is dealt out and a long one fills every rank within a few steps."""
+FIRST_LINES = 1
+"""Of several ranks: lines that one may take in its first step; in each further one twice as many. All ranks take in
+turns, step by step, so that a file of a few lines for each rank is dealt out evenly, and a long one fills every rank
+within ten steps however short its answers are."""
 
 BACKLOG_PARTS = 16
 """Lines are taken while less than this part of the engine's places is taken and waits: some, since prompts are admitted
@@ -133,6 +134,7 @@ class Job:
         self._more = True  # of the lines
         self._input_fault: InputFault | None = None
         self._several = False  # ranks
+        self._turn_lines = FIRST_LINES  # what one of several may take before the next step
         self._lines_left = self._tokens_left = 0  # of what may be taken before the next step
         self.errors: Counter[str] = Counter()
         self.lines_read = 0
@@ -181,7 +183,8 @@ class Job:
     def _fill(self, lines: Iterator[Line | BadLine]) -> None:
         """Hand lines to the engine while it has room for more. What the input says of its own fault waits until the
         lines before it are answered."""
-        self._lines_left = max(FIRST_LINES, len(self._running)) if self._several else LOOK_UP_LINES
+        self._lines_left = self._turn_lines if self._several else LOOK_UP_LINES
+        self._turn_lines = min(2 * self._turn_lines, LOOK_UP_LINES)
         self._tokens_left = self._config.engine.max_batched_tokens
         while self._more and self._has_room():
             try:

@@ -64,10 +64,23 @@ def test_lines_are_claimed_in_turns_and_never_far_ahead() -> None:
     assert engine.most_waiting <= 2  # a sixteenth of the places
 
 
+def test_a_short_file_is_dealt_out() -> None:
+    """A rank claims no more lines in its first steps than leave some for three others that take as many in each."""
+    engine = InStepEngine(32)
+    run_in_step(12, engine)
+    assert sum(engine.claimed[:2]) <= 12 // 4  # or one of four would be dry while another holds a backlog
+
+
+def test_short_answers_fill_a_rank_as_fast_as_long_ones() -> None:
+    engine = InStepEngine(64)
+    run_in_step(200, engine, max_num_seqs=64)
+    assert len(engine.claimed) < 24  # answers of 1 to 3 tokens: what runs at a time says little of what is free
+
+
 def test_long_prompts_are_dealt_out_by_their_tokens() -> None:
     engine = InStepEngine(32)
-    run_in_step(20, engine, max_batched_tokens=10)
-    assert engine.claimed[0] == 3  # of 4 tokens each: the third goes over the budget of a step
+    run_in_step(60, engine, max_batched_tokens=10)
+    assert max(engine.claimed) == 3  # of 4 tokens each: the third goes over the budget of a step
 
 
 def test_what_another_rank_wants_stops_this_one() -> None:
