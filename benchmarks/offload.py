@@ -41,13 +41,13 @@ from launch.console import set_up_logging  # noqa: E402
 from launch.figure import Figure, print_figures  # noqa: E402
 from launch.machine import machine_record  # noqa: E402
 from launch.words import (  # noqa: E402
-    asks_for_help,
+    helped,
     number_above_zero,
     output_file,
     own_words,
     positive,
     positives,
-    print_help,
+    refuse,
     split_list,
 )
 from launch.zipf_gates import ZipfGates  # noqa: E402
@@ -269,14 +269,12 @@ class Bench:
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure and print. 2: a wrong command line."""
     words = sys.argv[1:] if argv is None else list(argv)
-    if asks_for_help(words):
-        print_help(__doc__, KEYS)
+    if helped(words, __doc__, KEYS):
         return 0
     try:
         choice = read_choice(words)
     except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        return refuse(error)
     set_up_logging(Console(stderr=True))
     shown = [word for word in words if not word.startswith(("result=", "commit="))]
     bench = Bench(choice, shlex.join(["python", "benchmarks/offload.py", *shown]))

@@ -36,7 +36,7 @@ from launch.command_line import compose_config, parse  # noqa: E402
 from launch.console import set_up_logging  # noqa: E402
 from launch.figure import Figure, print_figures  # noqa: E402
 from launch.machine import machine_record  # noqa: E402
-from launch.words import asks_for_help, number_above_zero, output_file, own_words, positive, print_help  # noqa: E402
+from launch.words import helped, number_above_zero, output_file, own_words, positive, refuse  # noqa: E402
 from moe.engine.engine import Engine  # noqa: E402
 from moe.engine.memory_plan import GIB  # noqa: E402
 from moe.engine.parts import resolve_device  # noqa: E402
@@ -251,8 +251,7 @@ def figures(found: Mapping[str, Mapping[str, Any]], model: str, gpu_gb: float) -
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure both and print. 2: a wrong command line."""
     words = sys.argv[1:] if argv is None else list(argv)
-    if asks_for_help(words):
-        print_help(__doc__, KEYS)
+    if helped(words, __doc__, KEYS):
         return 0
     own, rest = own_words(words, {*KEYS, "side"})
     try:
@@ -261,8 +260,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise ValueError(f"side={side} is unknown; it is accelerate or ours.")
         device = resolve_device(own.get("device", "auto"))
     except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        return refuse(error)
     if side is not None:
         set_up_logging(Console(stderr=True))
         print(json.dumps(our_reading(own, rest) if side == "ours" else accelerate_reading(own)), flush=True)

@@ -26,6 +26,7 @@ from launch.bench import begin_record, read_choice, write_record  # noqa: E402
 from launch.bench_layer import LayerOperands, measure_layer  # noqa: E402
 from launch.figure import Figure, baseline, load_baselines, print_figures  # noqa: E402
 from launch.replay import Call  # noqa: E402
+from launch.words import refuse  # noqa: E402
 from moe.engine.parts import resolve_device  # noqa: E402
 
 PROMPT_TOKENS = 512
@@ -124,8 +125,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise ValueError(f"workload={own.get('workload')} has no peer here; use w4 or w2.")
         device = resolve_device(choice.device)
     except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        return refuse(error)
     baselines = load_baselines()
     record, ceilings = begin_record(device, baselines, command, choice.commit)
     figures: list[Figure] = []

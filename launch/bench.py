@@ -43,14 +43,14 @@ from launch.machine import clocks, machine_record
 from launch.roofline import Ceilings, measure_ceilings
 from launch.roofline_picture import check_matplotlib, draw
 from launch.words import (
-    asks_for_help,
     flag,
+    helped,
     number_above_zero,
     output_file,
     own_words,
     positive,
     positives,
-    print_help,
+    refuse,
     split_list,
 )
 from moe.engine.engine import Engine
@@ -121,8 +121,7 @@ class Choice:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the workloads, print their figures, write the result file. 2: a wrong command line."""
     words = sys.argv[1:] if argv is None else list(argv)
-    if asks_for_help(words):
-        print_help(__doc__, OWN_KEYS)
+    if helped(words, __doc__, OWN_KEYS):
         return 0
     try:
         choice = read_choice(words)
@@ -135,8 +134,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         ranks = bench_ep.begin_ranks(choice.device) if spread else None
         device = resolve_device(choice.device) if ranks is None else ranks.device
     except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        return refuse(error)
     if ranks is not None and choice.workloads == ("ep",):
         _measure_ep(choice, ranks, words)
         return 0

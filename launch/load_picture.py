@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from launch.canvas import canvas
+from launch.words import refuse
 from router.load_window import LoadRecord, read_load
 
 BRIGHTEST = 5.0  # times the mean; what lies above looks the same
@@ -58,8 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         picture = Path(words[0]) if len(words) == 2 else source.with_suffix(".png")
         draw_load(read_load(source), picture)
     except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        return refuse(error)
     print(f"picture: {picture}")
     return 0
 

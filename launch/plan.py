@@ -28,7 +28,7 @@ from launch.figure import ROOT
 from launch.plan_table import amount, plan_table
 from launch.roofline import Ceilings
 from launch.speed import Load, Rates, Speed, speed
-from launch.words import asks_for_help, number_above_zero, own_words, positive, print_help
+from launch.words import helped, number_above_zero, own_words, positive, refuse
 from moe.engine.forecast import Forecast, Subject, forecast
 from moe.engine.machine import OTHER_BYTES, Machine
 from moe.engine.memory_plan import GIB
@@ -87,15 +87,13 @@ class Outcome:
 def main(argv: Sequence[str] | None = None) -> int:
     """Plan and print."""
     words = sys.argv[1:] if argv is None else list(argv)
-    if asks_for_help(words):
-        print_help(__doc__, KEYS)
+    if helped(words, __doc__, KEYS):
         return 0
     try:
         ask = read_ask(words)
         outcome = evaluate(ask)
     except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        return refuse(error)
     console = Console(width=150, highlight=False, soft_wrap=True)
     if outcome.forecast is not None:
         console.print(plan_table(ask.model, outcome.subject, outcome.forecast, outcome.speed, ask.gpus, outcome.seqs))

@@ -24,7 +24,7 @@ from launch.command_line import compose_config, parse
 from launch.console import set_up_logging
 from launch.figure import ROOT
 from launch.machine import device_name, git_commit
-from launch.words import asks_for_help, output_file, own_words, positive, positives, split_list
+from launch.words import asks_for_help, output_file, own_words, positive, positives, refuse, split_list
 from moe.engine.engine import Engine
 from moe.engine.request import Request, SamplingParams
 
@@ -215,8 +215,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not torch.cuda.is_available():
             raise ValueError("a profile needs an NVIDIA GPU, and there is none here.")
     except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        return refuse(error)
     set_up_logging(Console(stderr=True))
     engine = Engine(config)
     try:

@@ -15,6 +15,7 @@ from typing import Any
 
 from launch.figure import Figure
 from launch.roofline import Ceilings
+from launch.words import refuse
 
 try:
     import matplotlib  # pyright: ignore[reportMissingImports]
@@ -117,8 +118,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         points = [each for record in records for each in points_of_record(record)]
         draw_points(points, rates["tb_s"], rates["tflop_s"], Path(words[0]))
     except (ValueError, OSError, KeyError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        return refuse(error)
     print(f"picture: {words[0]}")
     return 0
 

@@ -31,13 +31,13 @@ from launch.canvas import check_matplotlib
 from launch.figure import number, short
 from launch.simulate_picture import PlacedPoint, draw_points
 from launch.words import (
-    asks_for_help,
     flag,
+    helped,
     number_above_zero,
     output_file,
     positive,
     positives,
-    print_help,
+    refuse,
     split_list,
 )
 from router.load_window import read_load
@@ -104,8 +104,7 @@ class RowBytes:
 def main(argv: Sequence[str] | None = None) -> int:
     """Play, print the table, write result and picture. 2: a wrong command line."""
     words = sys.argv[1:] if argv is None else list(argv)
-    if asks_for_help(words):
-        print_help(__doc__, KEYS)
+    if helped(words, __doc__, KEYS):
         return 0
     try:
         own = read_words(words)
@@ -117,8 +116,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         settings = make_settings(own, trace.counts_ILE.shape[2])
         outcomes = [play(trace, setting) for setting in settings]
     except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        return refuse(error)
     links = [row_bytes.links(outcome) for outcome in outcomes]
     Console(width=200).print(outcome_table(outcomes, links))
     if result is not None:

@@ -41,7 +41,7 @@ from launch.bench_layer import TOKENS, LayerBank, LayerOperands, LayerShape, exp
 from launch.figure import number, short
 from launch.machine import machine_record
 from launch.replay import Call, time_variants
-from launch.words import number_above_zero, output_file, positives, split_list
+from launch.words import number_above_zero, output_file, positives, refuse, split_list
 
 Product = Literal["gemm1", "gemm2"]  # gate and up with SwiGLU; down
 PRODUCTS: tuple[Product, ...] = ("gemm1", "gemm2")
@@ -358,8 +358,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not torch.cuda.is_available():
             raise ValueError("tiles are chosen by timing them on an NVIDIA GPU, and torch sees none.")
     except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        return refuse(error)
     console, device = Console(width=200), torch.device("cuda", torch.cuda.current_device())
     record = machine_record(device, "python -m launch.tune " + " ".join(words), own.get("commit"))
     tuner = Tuner(device, workers, seconds, console)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,20 @@ def print_help(text: str | None, keys: Mapping[str, str]) -> None:
     print(text)
     width = max(map(len, keys)) + 3
     print("\n".join(f"  {name + '=':<{width}}{meaning}" for name, meaning in keys.items()))
+
+
+def helped(words: Sequence[str], text: str | None, keys: Mapping[str, str]) -> bool:
+    """Whether help was asked for; then it was printed, and that is all of the command."""
+    if asks_for_help(words):
+        print_help(text, keys)
+        return True
+    return False
+
+
+def refuse(error: Exception) -> int:
+    """Say what is wrong with a command line; its exit code."""
+    print(f"error: {error}", file=sys.stderr)
+    return 2
 
 
 def own_words(words: Sequence[str], keys: Container[str]) -> tuple[dict[str, str], list[str]]:
