@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -52,3 +55,15 @@ def assert_same_as_separate(fused: Tensor, separate: Tensor) -> None:
         torch.testing.assert_close(fused, separate, rtol=1e-6, atol=2e-6, equal_nan=True)
     else:
         assert_same_bits(fused, separate)
+
+
+@contextlib.contextmanager
+def host_never_waits() -> Iterator[None]:
+    """Whatever makes the host wait for the device in here raises. What was launched before has ended."""
+    torch.cuda.synchronize()
+    mode = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(mode)

@@ -23,6 +23,7 @@ from moe.engine.logprobs import to_records, token_logprobs
 from moe.engine.penalties import LogitEdits, TokenCounts
 from moe.engine.request import Logprob, SamplingParams
 from moe.engine.sampler import Sampler, SampleResult, SampleRow, SamplingBatch, _thresholds
+from tests.compare import host_never_waits
 
 INF = math.inf
 
@@ -218,13 +219,8 @@ def test_sampling_does_not_wait_for_the_device() -> None:
     batch = SamplingBatch.build(mixed_rows(64, 2049), "cuda")
     sampler = Sampler(2049)
     want = sampler.sample(logits_BV, batch).ids_B.tolist()
-    torch.cuda.synchronize()
-    mode = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with host_never_waits():
         ids_B = sampler.sample(logits_BV, batch).ids_B
-    finally:
-        torch.cuda.set_sync_debug_mode(mode)
     assert ids_B.tolist() == want
 
 

@@ -14,7 +14,7 @@ from kernels.gate import gate
 from kernels.grouped_gemm import grouped_gemm, grouped_gemm_swiglu
 from kernels.pack import pack
 from kernels.routing import RoutingRule
-from tests.compare import assert_close_as_torch, assert_same_bits
+from tests.compare import assert_close_as_torch, assert_same_bits, host_never_waits
 
 RULE = RoutingRule(
     top_k=4,
@@ -107,12 +107,8 @@ def test_bits_of_a_row_alone_and_among_256(device, dtype):
 def test_the_host_never_waits(num_tokens):
     x_TD, layer = draw_rows(num_tokens, "cuda"), make_layer("cuda")
     warm = run_layer(x_TD, layer)
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with host_never_waits():
         again = run_layer(x_TD, layer)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert_same_bits(again, warm)
 
 

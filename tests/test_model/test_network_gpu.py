@@ -13,7 +13,7 @@ import torch
 from moe.model.causal_lm import CausalLM
 from moe.model.load_model import load_model
 from router.load import LoadCounter
-from tests.compare import assert_same_bits, max_rel
+from tests.compare import assert_same_bits, host_never_waits, max_rel
 from tests.step_driver import StepDriver
 from tests.tiny_models import VARIANTS, write_variant
 
@@ -177,12 +177,8 @@ def test_a_step_never_waits_for_the_device(name: str, tmp_path: Path) -> None:
     driver.run(prefill={"a": tokens_of(40, 0), "b": tokens_of(1200, 1)})
     driver.run(prefill={"c": tokens_of(90, 2)}, decode={"a": 3, "b": 4})  # compile for both kinds of rows
     step = driver.plan([("a", [5]), ("b", [6]), ("c", tokens_of(90, 3))], num_decode=2)
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with host_never_waits():
         logits = model.forward(step, driver.kv_caches)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert torch.isfinite(logits).all()
 
 

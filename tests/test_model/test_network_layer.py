@@ -22,7 +22,7 @@ from moe.model.overlap import SideStream, run_through
 from moe.model.step_input import StepInput
 from moe.model.step_plan import StepPlan
 from router.load import LoadCounter
-from tests.compare import assert_same_bits
+from tests.compare import assert_same_bits, host_never_waits
 
 ONE = 1.2784645427610738  # silu(ONE) = 1: a gate that reads the constant last entry of a row lets `up` pass unchanged
 
@@ -189,12 +189,8 @@ def test_the_layer_never_waits_for_the_device(num_tokens: int) -> None:
     inputs = inputs_of(x_TD, load, torch.ones(num_tokens, dtype=torch.bool, device="cuda"))
     run_through(layer.stages(*inputs))  # compile first
     load.end_step()
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with host_never_waits():
         out_TD = run_through(layer.stages(*inputs))[1]
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     load.end_step()
     expected_TD = rows_of(random_layer("cpu", torch.bfloat16), x_TD.cpu())
     assert float((out_TD.cpu() - expected_TD).float().norm() / expected_TD.float().norm()) < 0.02

@@ -19,7 +19,7 @@ from kernels.slot_places import Places
 from moe.model.causal_lm import CausalLM
 from moe.model.load_model import load_model
 from moe.model.offload_setup import MakeEngine
-from tests.compare import assert_same_bits
+from tests.compare import assert_same_bits, host_never_waits
 from tests.simulated_copies import poison
 from tests.step_driver import StepDriver
 from tests.tiny_models import VOCAB_SIZE, write_variant
@@ -140,12 +140,8 @@ def test_a_step_of_few_rows_never_waits_for_the_device(tmp_path: Path) -> None:
     driver.run(prefill={"a": [5, 6, 7], "b": [8]})
     driver.run(decode={"a": 3, "b": 4})  # compiles
     step = driver.plan([("a", [5]), ("b", [6])], num_decode=2)
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with host_never_waits():
         logits = model.forward(step, driver.kv_caches)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert torch.isfinite(logits).all() and model.offload.statistics().slots.misses > 0
     model.offload.settle()
     held = [slot for each in model.offload.held.values() for slot in each.slots if slot is not None]
