@@ -25,7 +25,7 @@ from expert_parallel.copy_engine import CopyFigures
 from expert_parallel.held_slots import SlotFigures
 from expert_parallel.slot_buffer import Bundle
 from kernels.fetch_bundles import MOST_TENSORS, fetch_bundles, flat_rows, num_pieces
-from kernels.slot_places import COUNTS, STAMPS, TIMES, Places, guess_ahead, numbers_length, place_slots
+from kernels.slot_places import COUNTS, STAMPS, STAMPS_AT, TIMES, Places, guess_ahead, numbers_length, place_slots
 
 SlotTable = Sequence[int | None]
 """By place the slot in it, or by slot the expert behind it."""
@@ -54,9 +54,7 @@ class DeviceSlots:
         size = numbers_length(num_slots, self.num_places)
         self._numbers_LX = torch.zeros((len(held), size), dtype=torch.int32, device=device)
         self._shares_LS1 = torch.zeros((len(held), num_slots + 1), device=device)
-        self._counts_LX = torch.zeros(
-            (len(held), len(COUNTS) + len(TIMES) + len(STAMPS)), dtype=torch.int64, device=device
-        )
+        self._counts_LX = torch.zeros((len(held), STAMPS_AT + len(STAMPS)), dtype=torch.int64, device=device)
         self._shares_LS1[:, -1] = 1.0  # before anything is known a guess counts as right, and no slot as used
         self._layers: dict[int, _Layer] = {}
         for at, (layer, tensors) in enumerate(held.items()):
@@ -165,9 +163,9 @@ class DeviceSlots:
 
     def copy_figures(self) -> CopyFigures:
         """Of all layers; times up to each one's last call but one. Waits for the device."""
-        counts = dict(zip(COUNTS + TIMES, self._counts_LX[:, : len(COUNTS) + len(TIMES)].sum(0).tolist()))
+        counts = dict(zip(COUNTS + TIMES, self._counts_LX[:, :STAMPS_AT].sum(0).tolist()))
         num_copies = counts["fetched"] + counts["ahead"]
-        begun_L, ended_L = self._counts_LX[:, len(COUNTS) + 3 : len(COUNTS) + 5].T.tolist()
+        begun_L, ended_L = (self._counts_LX[:, len(COUNTS) + TIMES.index(name)].tolist() for name in ("first", "last"))
         span = max(ended_L) - min((begun for begun in begun_L if begun), default=max(ended_L))
         busy, stall, due = (counts[name] / 1e9 for name in ("busy", "stall", "due"))
         return CopyFigures(num_copies, num_copies * self.bundle_bytes, busy, span / 1e9, stall, due)

@@ -19,7 +19,7 @@ from torch import Tensor
 from triton.language.extra.cuda import globaltimer
 
 from kernels.checks import cdiv, uses_triton
-from kernels.slot_places import BY_PLACE, HEADER, Places
+from kernels.slot_places import BY_PLACE, HEADER, STAMPS_AT, Places
 
 # Measured on an H200, bundles of 9.4 MB, GB/s of one and of ten by programs of 4 warps: 4 programs 19 and 21, 8: 36 and
 # 39, 16: 45 and 50.5, 32 and 132 the same; the copy engine 51 and 53. Without .cv 42 and 50. Beside a step's other
@@ -172,7 +172,7 @@ def fetch_bundles_triton(
         AHEAD=before is not None,
         BLOCK=_BLOCK,
         UNROLL=_UNROLL,
-        STAMPS=places.counts.shape[0] - 6,
+        STAMPS=STAMPS_AT,
         TIMED=places.numbers.is_cuda,
         num_warps=4,
     )

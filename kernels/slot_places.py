@@ -43,6 +43,8 @@ each list's time when the work between its order and its use was done; of the fi
 end."""
 STAMPS = ("placed", "begun", "ended", "ahead_asked", "ahead_begun", "ahead_ended")
 """Of the last call, which is added up when the next one comes."""
+STAMPS_AT = len(COUNTS) + len(TIMES)
+"""Where they begin among a layer's counts."""
 
 # Numbers of a layer: the lengths of both lists, and whether the one of guesses is to be judged; then
 HEADER = 4
@@ -63,7 +65,7 @@ BY_SLOT = (
 
 _DECAY, _FETCH_FROM = tl.constexpr(DECAY), tl.constexpr(FETCH_FROM)
 _HEADER, _PLACE_PARTS = tl.constexpr(HEADER), tl.constexpr(len(BY_PLACE))
-_PLACED, _ASKED = tl.constexpr(len(COUNTS) + len(TIMES)), tl.constexpr(len(COUNTS) + len(TIMES) + 3)
+_PLACED, _ASKED = tl.constexpr(STAMPS_AT), tl.constexpr(STAMPS_AT + STAMPS.index("ahead_asked"))
 _STEPS = tl.constexpr(1 << 20)  # of what is expected, in a key to sort by; its last bits are a slot or place
 _BITS, _KEY = tl.constexpr(10), tl.constexpr((1 << 10) - 1)
 _LAST = tl.constexpr(2**31 - 1)
