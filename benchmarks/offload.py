@@ -2,12 +2,13 @@
 
 stream   many sequences decode; every expert that is not held crosses the link in each step
 cache    one sequence, rows routed evenly and after Zipf's law, with guesses and on demand alone
-regimes  both ways for fewer and fewer sequences, routed the same two ways
+regimes  both ways for fewer and fewer sequences, rows routed by a table, as skewed as `zipf` says
 demo     cache, for both demo models, by their own routers on their own prompts
 bytes    planned and measured bytes of GPU and host; with held=1 of an engine without offload
 
 One engine on dummy weights for all but demo. Its routers choose by sigmoid(logit) + bias (launch/zipf_gates.py), so
-that the same network routes evenly or skewed. What is measured, and how, is said in launch/bench_offload.py. Words that
+that the same network routes evenly or skewed; by tables (launch/bench_ranks.py) in the end, for regimes. What is
+measured, and how, is said in launch/bench_offload.py. Each figure is printed and written when it is found. Words that
 are not this file's are keys of launch.generate.
 """
 
@@ -16,7 +17,8 @@ from __future__ import annotations
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Generator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +28,6 @@ sys.path.insert(0, str(ROOT))  # a script's own folder is all that Python puts t
 
 from rich.console import Console  # noqa: E402
 
-from launch.bench import write_record  # noqa: E402
 from launch.bench_engine import Prompt, even_prompts  # noqa: E402
 from launch.bench_offload import (  # noqa: E402
     HostPeak,
@@ -36,10 +37,12 @@ from launch.bench_offload import (  # noqa: E402
     regime_figures,
     stream_figure,
 )
+from launch.bench_ranks import skew_routing  # noqa: E402
 from launch.command_line import compose_config, parse  # noqa: E402
 from launch.console import set_up_logging  # noqa: E402
-from launch.figure import Figure, print_figures  # noqa: E402
+from launch.figure import Figure, number, print_figures  # noqa: E402
 from launch.machine import machine_record  # noqa: E402
+from launch.result_file import write_record  # noqa: E402
 from launch.words import (  # noqa: E402
     helped,
     number_above_zero,
@@ -55,6 +58,7 @@ from moe.engine.engine import Engine  # noqa: E402
 from moe.engine.parts import load_parts, resolve_device  # noqa: E402
 from moe.model.causal_lm import CausalLM  # noqa: E402
 from moe.model.families.registry import read_config  # noqa: E402
+from moe.model.hub import resolve_model  # noqa: E402
 
 WORKLOADS = ("bytes", "stream", "cache", "demo", "regimes")  # in this order
 KEYS = {
@@ -66,14 +70,15 @@ KEYS = {
     "steps": "decode steps of stream and regimes (6)",
     "tokens": "of one sequence, measured in cache and demo (60), after two thirds as many that are not",
     "zipf": "exponents of cache and regimes (1,0); 0 is even",
-    "batches": "sequences of regimes (1,2,4,8,16,32,64)",
+    "batches": "sequences of regimes (2,8,16,24,32,48,64,96,128)",
     "demo_held": "share of the demo models' experts (0.5)",
-    "limit": "seconds; what has not begun by then is left out",
+    "limit": "seconds; figures that have not begun by then are left out",
     "device": "auto, cuda or cpu",
     "commit": "the commit, where the tree cannot say it",
-    "result": "a JSON file; it is written again after every piece",
+    "result": "a JSON file; it is written again after every figure, and says whether it is complete",
 }
 DEMOS = ("demo", "demo-deepseek")
+Figures = Generator[Figure, None, None]
 DEMO_PROMPT = "Genesis 1\n1 In the beginning God created the heaven and the earth.\n2"
 
 
@@ -124,7 +129,7 @@ def read_choice(words: Sequence[str]) -> Choice:
         steps=positive("steps", own.get("steps", "6")),
         tokens=positive("tokens", own.get("tokens", "60")),
         zipf=tuple(_exponent(text) for text in split_list(own.get("zipf", "1,0"))),
-        batches=positives(own, "batches", (1, 2, 4, 8, 16, 32, 64)),
+        batches=positives(own, "batches", (2, 8, 16, 24, 32, 48, 64, 96, 128)),
         demo_held=demo_held,
         limit=number_above_zero(own, "limit", float, float("inf")),
         device=own.get("device", "auto"),
@@ -163,6 +168,7 @@ class Bench:
         self.choice = choice
         self.figures: list[Figure] = []
         self.begin = time.perf_counter()
+        self.left_out = False
         device = resolve_device(choice.device)
         self.record: dict[str, Any] = machine_record(device, command, choice.commit) | {"engines": {}}
         self.console = Console(width=240)
@@ -178,7 +184,8 @@ class Bench:
             self._of_shapes(workloads)
         if "demo" in self.choice.workloads:
             for model in DEMOS:
-                self._piece(model, lambda model=model: list(self._of_demo(model)))
+                self._piece(model, self._of_demo(model))
+        write_record(self.record, self.figures, self.choice.result, complete=not self.left_out)
 
     def _of_shapes(self, workloads: Sequence[str]) -> None:
         choice, name = self.choice, self.choice.model.name
@@ -193,20 +200,21 @@ class Bench:
         self.record["engines"][name] = facts
         print(f"{name}: loaded in {loaded:.1f} s, ready in {self.seconds:.1f} s", flush=True)
         try:
-            vocab = engine.vocab_size
             for workload in workloads:
                 if workload == "stream":
-                    prompts = self._prompts(vocab, choice.sequences)
-                    self._piece("stream", lambda p=prompts: [stream_figure(engine, name, p, choice.steps)])
+                    self._piece("stream", self._stream(engine, name))
                 for exponent in choice.zipf if workload in ("cache", "regimes") else ():
-                    gates.skew(exponent)
                     what = f"zipf {exponent:g}" if exponent else "even"
-                    piece = self._cache if workload == "cache" else self._regimes
-                    self._piece(f"{workload}, {what}", lambda piece=piece, what=what: piece(engine, name, what))
+                    if workload == "cache":
+                        gates.skew(exponent)
+                        self._piece(f"cache, {what}", self._cache(engine, name, what))
+                    else:
+                        skew_routing(parts.network, exponent)
+                        self._piece(f"regimes, {what}", self._regimes(engine, name, what))
             if choice.held < 1:
                 facts["link_gb_s"] = round(measure_link(engine) / 1e9, 2)
             if "bytes" in workloads:
-                self._piece("bytes", lambda: byte_figures(engine, name, host.num_bytes))
+                self._piece("bytes", (each for each in byte_figures(engine, name, host.num_bytes)))
             facts["stats"] = engine.count_experts().as_dict()
         finally:
             engine.close()
@@ -215,22 +223,24 @@ class Bench:
         """Answers end when the bench ends them."""
         return even_prompts(vocab_size, number, self.choice.prompt, 1024 - self.choice.prompt)
 
-    def _cache(self, engine: Engine, name: str, what: str) -> list[Figure]:
+    def _stream(self, engine: Engine, name: str) -> Figures:
+        prompts = self._prompts(engine.vocab_size, self.choice.sequences)
+        yield stream_figure(engine, name, prompts, self.choice.steps)
+
+    def _cache(self, engine: Engine, name: str, what: str) -> Figures:
         (prompt,) = self._prompts(engine.vocab_size, 1)
         tokens = self.choice.tokens
-        return [
-            cache_figure(engine, name, prompt, guesses=guesses, num_steps=tokens, warm=tokens * 2 // 3, what=what)
-            for guesses in (True, False)
-        ]
+        for guesses in (True, False):
+            yield cache_figure(engine, name, prompt, guesses=guesses, num_steps=tokens, warm=tokens * 2 // 3, what=what)
 
-    def _regimes(self, engine: Engine, name: str, what: str) -> list[Figure]:
+    def _regimes(self, engine: Engine, name: str, what: str) -> Figures:
         choice = self.choice
         prompts = self._prompts(engine.vocab_size, max(choice.batches))
-        return regime_figures(engine, name, prompts, choice.batches, max(2, choice.steps // 2), what)
+        yield from regime_figures(engine, name, prompts, choice.batches, max(2, choice.steps // 2), what)
 
-    def _of_demo(self, model: str) -> Iterator[Figure]:
+    def _of_demo(self, model: str) -> Figures:
         choice = self.choice
-        num_experts = {"demo": 8, "demo-deepseek": 16}[model]
+        num_experts = read_config(resolve_model(model)).moe.num_experts
         words = [f"model={model}", f"engine.device={choice.device}", "engine.max_num_seqs=4", "dtype=bfloat16"]
         words += ["cache.prefix_caching=false", "cache.num_blocks=256", "offload.regime=auto"]
         engine = Engine(
@@ -253,17 +263,30 @@ class Bench:
         finally:
             engine.close()
 
-    def _piece(self, name: str, measure: Callable[[], list[Figure]]) -> None:
-        """One table; a limit that has passed leaves it out."""
-        if self.seconds > self.choice.limit:
-            print(f"{name}: left out, {self.seconds:.0f} s have passed", flush=True)
-            return
-        begin = self.seconds
-        found = measure()
-        self.figures += found
+    def _piece(self, name: str, figures: Figures) -> None:
+        """Each figure as it is found, and one table in the end; a limit that has passed leaves out what is left."""
+        begin, found = self.seconds, []
+        if begin <= self.choice.limit:
+            print(f"{name}: from {begin:.1f} s on", flush=True)
+        with closing(figures):
+            while self.seconds <= self.choice.limit:
+                figure = next(figures, None)
+                if figure is None:
+                    break
+                found.append(figure)
+                self.figures.append(figure)
+                values = {"": figure.value} | figure.extra
+                print(
+                    f"{figure.name}, {figure.unit}",
+                    *(f"{key} {number(each)}" for key, each in values.items()),
+                    flush=True,
+                )
+                write_record(self.record, self.figures, self.choice.result, complete=False)
+            else:
+                print(f"{name}: left out, {self.seconds:.0f} s have passed", flush=True)
+                self.left_out = True
         print_figures(found, self.console)
         print(f"{name}: {self.seconds - begin:.1f} s, {self.seconds:.1f} in all", flush=True)
-        write_record(self.record, self.figures, self.choice.result)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

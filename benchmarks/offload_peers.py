@@ -29,13 +29,13 @@ import torch  # noqa: E402
 from rich.console import Console  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 
-from launch.bench import write_record  # noqa: E402
 from launch.bench_engine import even_prompts  # noqa: E402
 from launch.bench_offload import Decoding  # noqa: E402
 from launch.command_line import compose_config, parse  # noqa: E402
 from launch.console import set_up_logging  # noqa: E402
 from launch.figure import Figure, print_figures  # noqa: E402
 from launch.machine import machine_record  # noqa: E402
+from launch.result_file import write_record  # noqa: E402
 from launch.words import helped, number_above_zero, output_file, own_words, positive, refuse  # noqa: E402
 from moe.engine.engine import Engine  # noqa: E402
 from moe.engine.memory_plan import GIB  # noqa: E402
@@ -270,7 +270,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     record = machine_record(device, command, own.get("commit"))
     made = figures(run_sides(words), folder.name, budget_bytes(own) / GIB)
     print_figures(made, Console(width=240))
-    write_record(record, made, result)
+    write_record(record, made, result, complete=True)
     return 0
 
 

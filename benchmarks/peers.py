@@ -22,10 +22,11 @@ from torch import Tensor
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # a script's own folder is all that Python puts there
 
-from launch.bench import begin_record, read_choice, write_record  # noqa: E402
+from launch.bench import read_choice  # noqa: E402
 from launch.bench_layer import LayerOperands, measure_layer  # noqa: E402
 from launch.figure import Figure, baseline, load_baselines, print_figures  # noqa: E402
 from launch.replay import Call  # noqa: E402
+from launch.result_file import begin_record, write_record  # noqa: E402
 from launch.words import refuse  # noqa: E402
 from moe.engine.parts import resolve_device  # noqa: E402
 
@@ -142,7 +143,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         figures += measured
         print_figures(measured, console)
-        write_record(record, figures, choice.result)
+        write_record(record, figures, choice.result, complete=shape == choice.shapes[-1])
     return 0
 
 

@@ -16,14 +16,14 @@ from __future__ import annotations
 
 import difflib
 import gc
-import json
 import logging
 import os
 import shlex
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,16 +31,17 @@ import torch
 from rich.console import Console
 
 from expert_parallel.group import Ranks
-from launch import bench_ep, bench_ranks
+from launch import bench_engine, bench_ep, bench_ranks
 from launch.bench_attention import LISTED, HeadLayout, head_layout, measure_attention
 from launch.bench_engine import EngineBench
 from launch.bench_layer import TOKENS, LayerShape, layer_shape, measure_layer
 from launch.bench_serving import CONCURRENCY, LENGTHS, measure_serving
 from launch.command_line import compose_config, parse
 from launch.console import set_up_logging, set_up_rank_logging
-from launch.figure import ROOT, Figure, load_baselines, print_figures, short
-from launch.machine import clocks, machine_record
-from launch.roofline import Ceilings, measure_ceilings
+from launch.figure import ROOT, Figure, load_baselines, print_figures
+from launch.machine import machine_record
+from launch.result_file import begin_record, write_record
+from launch.roofline import Ceilings
 from launch.roofline_picture import check_matplotlib, draw
 from launch.words import (
     flag,
@@ -57,16 +58,12 @@ from moe.engine.engine import Engine
 from moe.engine.parts import resolve_device
 from moe.model.causal_lm import CausalLM
 
-WORKLOADS = (
-    "w5",
-    "w4",
-    "w1",
-    "w2",
-    "w3",
-    "serving",
-    "ep",
-)  # in this order: the kernels' benches before the engine fills the memory
-ENGINE_WORKLOADS = ("w1", "w2", "w3", "serving")
+KERNEL_WORKLOADS = ("w5", "w4")  # in this order, before an engine fills the memory
+ENGINE_WORKLOADS = ("w1", "w2", "w3", "serving")  # in the order that they are asked for
+WORKLOADS = (*KERNEL_WORKLOADS, *ENGINE_WORKLOADS, "ep")
+Piece = tuple[str, Callable[[], list[Figure]]]
+"""What is measured in one go, and what it is called: a run that is cut loses the one that it was at."""
+
 DEFAULTS = ("load_format=dummy", "cache.prefix_caching=false", "engine.max_model_len=8192")
 OWN_KEYS = {
     "workload": "w1, w2, w3, w4, w5, serving; several with commas; ep alone, under torchrun",
@@ -86,7 +83,7 @@ OWN_KEYS = {
     "points": "w5: 1x512,64x4096: sequences x length, instead of the listed ones",
     "seconds": "w4, w5, ep: device time of each point's samples",
     "commit": "the commit, where the tree cannot say it",
-    "result": "a JSON file; it is written again after every workload",
+    "result": "a JSON file; it is written again after every piece, and says whether it is complete",
     "picture": "a PNG: the figures under the card's roofline",
 }
 
@@ -149,11 +146,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     record, ceilings = begin_record(device, baselines, ["python", "-m", "launch.bench", *words], choice.commit)
     figures: list[Figure] = []
     console = Console(width=240)
-    for measured, facts in _measure_all(choice, device, ceilings, baselines):
+    for name, measure in _pieces(choice, device, ceilings, baselines, record["engines"]):
+        logger.info("measuring %s", name)
+        measured = measure()
         figures += measured
-        record["engines"] |= facts
         print_figures(measured, console)
-        write_record(record, figures, choice.result)
+        write_record(record, figures, choice.result, complete=False)
+    write_record(record, figures, choice.result, complete=True)
     if choice.result is not None:
         print(f"result: {choice.result}")
     if choice.picture is not None:
@@ -177,7 +176,9 @@ def _measure_ep(choice: Choice, ranks: Ranks, words: Sequence[str]) -> None:
             figures += measured
             if first:
                 print_figures(measured, console)
-                write_record(record, figures, choice.result)
+                write_record(record, figures, choice.result, complete=False)
+    if first:
+        write_record(record, figures, choice.result, complete=True)
     if first and choice.result is not None:
         print(f"result: {choice.result}")
     ranks.everyone.barrier()  # nobody leaves while another still reaches for its memory
@@ -203,7 +204,7 @@ def _measure_spread(choice: Choice, ranks: Ranks, baselines: dict[str, Any], wor
         record["engines"] |= {name: facts | more}
         if group.rank == 0:
             print_figures([figure], Console(width=240))
-            write_record(record, figures, choice.result)
+            write_record(record, figures, choice.result, complete=model == choice.models[-1])
         engine.conclude()
         engine.close()
         del engine, bench
@@ -214,87 +215,68 @@ def _measure_spread(choice: Choice, ranks: Ranks, baselines: dict[str, Any], wor
     ranks.close()
 
 
-def begin_record(
-    device: torch.device, baselines: dict[str, Any], command: list[str], commit: str | None
-) -> tuple[dict[str, Any], Ceilings]:
-    """The head of a result file, and the card's rates: the recorded bandwidth where there is one (floors of different
-    runs then compare), the product's rate from this run."""
-    probe = measure_ceilings(device)
-    record = machine_record(device, shlex.join(command), commit)
-    known = baselines.get("ceilings", {}).get(record["device"])
-    ceilings = probe
-    if known is not None:
-        ceilings = Ceilings(known["read_tb_s"] * 1e12, probe.flops_per_s, f"recorded bandwidth; {probe.source}")
-    for name, each in (("ceilings", ceilings), ("probe", probe)):
-        rates = {"tb_s": short(each.bytes_per_s / 1e12), "tflop_s": short(each.flops_per_s / 1e12)}
-        record[name] = rates | {"source": each.source}
-    logger.info(
-        "floors: %.2f TB/s, %.1f TFLOP/s (probe: %.2f TB/s; %s)",
-        ceilings.bytes_per_s / 1e12,
-        ceilings.flops_per_s / 1e12,
-        probe.bytes_per_s / 1e12,
-        probe.source,
-    )
-    return record | {"baselines": baselines.get("source"), "engines": {}}, ceilings
-
-
-def write_record(record: dict[str, Any], figures: Sequence[Figure], path: Path | None) -> None:
-    """The result file as it stands; a run that is cut short leaves what it had."""
-    if path is None:
-        return
-    record["clocks"]["after"] = clocks()
-    whole = record | {"figures": [figure.as_dict() for figure in figures]}
-    path.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
-
-
-def _measure_all(
-    choice: Choice, device: torch.device, ceilings: Ceilings, baselines: dict[str, Any]
-) -> Iterator[tuple[list[Figure], dict[str, Any]]]:
-    """Figures and facts of one piece after another."""
-    for workload in choice.workloads:
-        if workload == "w4":
-            for shape in choice.shapes:
-                yield (
-                    measure_layer(
-                        shape, choice.tokens, device, ceilings, baselines, parts=choice.parts, seconds=choice.seconds
-                    ),
-                    {},
-                )
-        if workload == "w5":
-            for layout in choice.layouts:
-                yield (
-                    measure_attention(
-                        layout, device, ceilings, baselines, seconds=choice.seconds, points=choice.points
-                    ),
-                    {},
-                )
+def _pieces(
+    choice: Choice, device: torch.device, ceilings: Ceilings, baselines: dict[str, Any], engines: dict[str, Any]
+) -> Iterator[Piece]:
+    """Each is measured before the next is asked for. `engines` is told about those that are built."""
+    common = {"seconds": choice.seconds}
+    if "w5" in choice.workloads:
+        for layout in choice.layouts:
+            found = partial(measure_attention, layout, device, ceilings, baselines, points=choice.points, **common)
+            yield f"w5 {layout.name}", found
         _release(device)
-    engine_workloads = [workload for workload in choice.workloads if workload in ENGINE_WORKLOADS]
-    for model in choice.models if engine_workloads else ():
-        yield from _measure_engine(choice, model, engine_workloads, ceilings, baselines)
+    if "w4" in choice.workloads:
+        for shape in choice.shapes:
+            found = partial(
+                measure_layer, shape, choice.tokens, device, ceilings, baselines, parts=choice.parts, **common
+            )
+            yield f"w4 {shape.name}", found
+        _release(device)
+    workloads = [workload for workload in choice.workloads if workload in ENGINE_WORKLOADS]
+    for model in choice.models if workloads else ():
+        yield from _engine_pieces(choice, model, workloads, ceilings, baselines, engines)
         _release(device)
 
 
-def _measure_engine(
-    choice: Choice, model: str, workloads: Sequence[str], ceilings: Ceilings, baselines: dict[str, Any]
-) -> Iterator[tuple[list[Figure], dict[str, Any]]]:
+def _engine_pieces(
+    choice: Choice,
+    model: str,
+    workloads: Sequence[str],
+    ceilings: Ceilings,
+    baselines: dict[str, Any],
+    engines: dict[str, Any],
+) -> Iterator[Piece]:
     """One engine, its weights filled once, for all its workloads."""
     started = time.perf_counter()
     engine = Engine(compose_config(parse(_engine_words(choice, model))))
-    facts = {"start_seconds": round(time.perf_counter() - started, 2), "kv_blocks": engine.plan.num_blocks}
     name = Path(model).name
+    facts = {"start_seconds": round(time.perf_counter() - started, 2), "kv_blocks": engine.plan.num_blocks}
+    engines[name] = facts
     try:
         bench = EngineBench(engine, name, ceilings, baselines)
         for workload in workloads:
-            if workload == "serving":
-                figures = measure_serving(engine, name, choice.lengths, choice.concurrency)
-            else:
-                figures = bench.measure(workload, limit=choice.limit, rounds=choice.rounds)
-            if engine.parts.device.type == "cuda":
-                facts["peak_gb"] = round(torch.cuda.max_memory_allocated() / 1e9, 2)
-            yield figures, {name: facts | {"stats": engine.count_experts().as_dict()}}
+            for point, measure in _workload_pieces(choice, engine, bench, workload):
+                yield f"{point} of {name}", partial(_with_facts, measure, engine, facts)
     finally:
         engine.close()
+
+
+def _with_facts(measure: Callable[[], list[Figure]], engine: Engine, facts: dict[str, Any]) -> list[Figure]:
+    figures = measure()
+    if engine.parts.device.type == "cuda":
+        facts["peak_gb"] = round(torch.cuda.max_memory_allocated() / 1e9, 2)
+    facts["stats"] = engine.count_experts().as_dict()
+    return figures
+
+
+def _workload_pieces(choice: Choice, engine: Engine, bench: EngineBench, workload: str) -> Iterator[Piece]:
+    if workload == "serving":
+        yield workload, partial(measure_serving, engine, bench.model, choice.lengths, choice.concurrency)
+    elif workload == "w2" and choice.rounds in (None, 1):
+        for batch in bench_engine.DECODE_BATCHES[: choice.limit]:  # several rounds take turns, so they are one piece
+            yield f"w2 batch {batch}", partial(bench.decode, (batch,), 1)
+    else:
+        yield workload, partial(bench.measure, workload, limit=choice.limit, rounds=choice.rounds)
 
 
 def _engine_words(choice: Choice, model: str) -> list[str]:
@@ -329,7 +311,7 @@ def read_choice(words: Sequence[str]) -> Choice:
     if "picture" in own:
         check_matplotlib()
     return Choice(
-        workloads=tuple(workload for workload in WORKLOADS if workload in workloads),
+        workloads=tuple(dict.fromkeys(sorted(workloads, key=_place))),
         models=split_list(own.get("model", "demo")),
         device=own.get("device", "auto"),
         limit=number_above_zero(own, "limit", int, None),
@@ -349,6 +331,11 @@ def read_choice(words: Sequence[str]) -> Choice:
         picture=output_file(own, "picture"),
         engine_words=tuple(rest),
     )
+
+
+def _place(workload: str) -> int:
+    """Of kernels' workloads in their order, then of all others in any."""
+    return (*KERNEL_WORKLOADS, workload).index(workload)
 
 
 def _shapes(own: dict[str, str], workloads: Sequence[str]) -> tuple[LayerShape, ...]:

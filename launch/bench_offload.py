@@ -6,7 +6,8 @@ stream   all sequences decode and every expert that is not held crosses the link
          bytes streamed, the copy engine's busy share of the steps, GB/s
 cache    one sequence: ms a token with guesses and without; how often guesses are right; the time products waited for
          copies beside its bound, the sum over these copies of max(0, copy time - work between order and use)
-regimes  both ways for the same sequences, fewer and fewer: where they cross
+regimes  both ways for the same sequences, fewer and fewer: where they cross. Rows are to be routed by a table: under
+         dummy weights a sequence asks for the same experts in step after step
 
 Copies are counted between the arrivals of two steps' tokens, by events that wait for nothing. Knows engines, counters
 and clocks; changes no way of computing but the regime, and whether guesses are made.
@@ -17,7 +18,7 @@ from __future__ import annotations
 import statistics
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -202,33 +203,36 @@ def cache_figure(
 
 def regime_figures(
     engine: Engine, subject: str, prompts: Sequence[Prompt], batches: Sequence[int], num_steps: int, what: str
-) -> list[Figure]:
-    """ms of a step, both ways, for each number of sequences: the most first, of which some end."""
+) -> Generator[Figure, None, None]:
+    """ms of a step, both ways, for each number of sequences as it is found: the most first, of which some end. On
+    demand alone: guesses are made of fewer rows than can be streamed."""
     offload = offload_of(engine)
     top_k = engine.parts.model.moe.rule.top_k
-    decoding = Decoding(engine, prompts[: max(batches)], f"regimes-{what}")
-    figures = []
-    for batch in sorted(batches, reverse=True):
-        decoding.keep(batch)
-        found: dict[str, Steps] = {}
-        for regime in ("cache", "stream"):
-            set_regime(engine, regime)
-            found[regime] = decoding.run(num_steps, skip=1)
-        samples = {regime: statistics.median(steps.times) * 1e3 for regime, steps in found.items()}
-        cache = found["cache"]
-        extra = {
-            "rows/slot": batch * top_k / offload.plan.num_slots,
-            "stream ms": samples["stream"],
-            "cache/stream": samples["cache"] / samples["stream"],
-            "asked/layer": (cache.each("hits") + cache.each("misses")) / offload.plan.num_layers,
-            "hit %": cache.share("hits", "misses") or 0.0,
-            "cache GB": cache.each("num_bytes") / 1e9,
-            "busy ms": cache.each("busy_seconds") * 1e3,
-        }
-        name = f"cache, {batch} sequences, {what}"
-        figures.append(Figure("regimes", subject, name, samples["cache"], "ms", extra=extra, samples=cache.times))
-    decoding.end()
-    return figures[::-1]
+    with demand_only(engine):
+        decoding = Decoding(engine, prompts[: max(batches)], f"regimes-{what}")
+        try:
+            for batch in sorted(batches, reverse=True):
+                decoding.keep(batch)
+                found: dict[str, Steps] = {}
+                for regime, skip in (("stream", 1), ("cache", SKIPPED + 1)):  # what is asked for often has to be found
+                    set_regime(engine, regime)
+                    found[regime] = decoding.run(num_steps, skip)
+                samples = {regime: statistics.median(steps.times) * 1e3 for regime, steps in found.items()}
+                cache = found["cache"]
+                extra = {
+                    "rows/slot": batch * top_k / offload.plan.num_slots,
+                    "stream ms": samples["stream"],
+                    "cache/stream": samples["cache"] / samples["stream"],
+                    "asked/layer": (cache.each("hits") + cache.each("misses")) / offload.plan.num_layers,
+                    "hit %": cache.share("hits", "misses") or 0.0,
+                    "cache GB": cache.each("num_bytes") / 1e9,
+                    "busy ms": cache.each("busy_seconds") * 1e3,
+                }
+                times = tuple(1e3 * each for each in cache.times)
+                name = f"cache, {batch} sequences, {what}"
+                yield Figure("regimes", subject, name, samples["cache"], "ms", extra=extra, samples=times)
+        finally:
+            decoding.end()
 
 
 def byte_figures(engine: Engine, subject: str, host_peak: int) -> list[Figure]:

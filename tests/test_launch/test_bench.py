@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from launch import bench, bench_engine
-from launch.figure import load_baselines
+from launch import bench, bench_engine, result_file
+from launch.figure import Figure, load_baselines
 from launch.roofline import Ceilings
 from moe.model.families.registry import parse_config
 
@@ -20,7 +22,7 @@ MODELS = Path(__file__).resolve().parents[2] / "benchmarks" / "models"
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """No probe of a slow processor, and no change of pytest's logging."""
     monkeypatch.setattr(bench, "set_up_logging", lambda console: None)
-    monkeypatch.setattr(bench, "measure_ceilings", lambda device: Ceilings(1e9, 2e9, "a test"))
+    monkeypatch.setattr(result_file, "measure_ceilings", lambda device: Ceilings(1e9, 2e9, "a test"))
 
 
 @pytest.mark.parametrize(
@@ -46,6 +48,7 @@ def test_a_tiny_run_writes_a_whole_record(tmp_path: Path, monkeypatch: pytest.Mo
     words += [f"result={result}", f"picture={picture}", "seconds=0.001", "parts=false", "commit=abc"]
     assert bench.main([*words, "cache.num_blocks=64", "engine.max_model_len=128"]) == 0
     record = json.loads(result.read_text())
+    assert record["complete"]
     assert [(each["workload"], each["subject"], each["name"]) for each in record["figures"]] == [
         ("w5", "tiny-gqa", "2x40"),
         ("w4", "tiny", "T=3"),
@@ -61,6 +64,35 @@ def test_a_tiny_run_writes_a_whole_record(tmp_path: Path, monkeypatch: pytest.Mo
     assert {"commit", "device", "clocks", "command", "software", "date"} <= set(record)
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert result.stat().st_size < 200_000
+
+
+def test_a_run_that_is_cut_leaves_what_it_had(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Batch by batch, in a file that is never half written; it says that it is not complete."""
+    result = tmp_path / "result.json"
+    found: list[tuple[int, dict[str, Any] | None]] = []
+
+    def decode(self: bench_engine.EngineBench, batches: Sequence[int], rounds: int) -> list[Figure]:
+        (batch,) = batches
+        found.append((batch, json.loads(result.read_text()) if result.exists() else None))
+        if batch == 64:
+            raise KeyboardInterrupt
+        return [Figure("w2", self.model, f"batch {batch}", 1.0, "ms")]
+
+    monkeypatch.setattr(bench_engine.EngineBench, "decode", decode)
+    words = ["workload=w2,w1", "model=demo", "device=cpu", "cache.num_blocks=64", "engine.max_model_len=128"]
+    with caplog.at_level("INFO", logger="launch.bench"), pytest.raises(KeyboardInterrupt):
+        bench.main([*words, f"result={result}"])
+    (_, nothing), (_, first), (batch, second) = found
+    assert nothing is None and first is not None and second is not None and batch == 64
+    assert [each["name"] for each in first["figures"]] == ["batch 1"] and "stats" in first["engines"]["demo"]
+    assert [each["name"] for each in second["figures"]] == ["batch 1", "batch 8"] and second["complete"] is False
+    assert json.loads(result.read_text()) == second and list(tmp_path.iterdir()) == [result]
+    assert "batch 8" in capsys.readouterr().out and "measuring w2 batch 64 of demo" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -89,13 +121,14 @@ def test_wrong_words(words: list[str], text: str, capsys: pytest.CaptureFixture[
 def test_a_known_card_has_one_bandwidth_for_all_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Floors of two runs compare; the rate of products is the run's own, as the baselines' percentages are."""
     monkeypatch.setattr("launch.machine.device_name", lambda device: "NVIDIA H200")
-    record, ceilings = bench.begin_record(torch.device("cpu"), load_baselines(), ["x"], None)
+    record, ceilings = result_file.begin_record(torch.device("cpu"), load_baselines(), ["x"], None)
     assert (ceilings.bytes_per_s, ceilings.flops_per_s) == (4.42e12, 2e9)
     assert record["probe"]["tb_s"] == 0.001
 
 
-def test_workloads_run_in_the_order_that_memory_wants() -> None:
-    assert bench.read_choice(["workload=w3,w1,w4,w5"]).workloads == ("w5", "w4", "w1", "w3")
+def test_workloads_of_kernels_come_before_an_engine_fills_the_memory() -> None:
+    """The engine's as they are asked for: what matters most may come first."""
+    assert bench.read_choice(["workload=w3,w1,w4,w5,w3"]).workloads == ("w5", "w4", "w3", "w1")
 
 
 def test_a_model_shape_becomes_its_folder() -> None:

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import statistics
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -110,14 +112,28 @@ def test_guesses_are_made_or_not(engine: Engine) -> None:
 
 
 def test_regimes_take_the_same_sequences_both_ways(engine: Engine) -> None:
+    """The most first, each figure before the next is measured; on demand alone."""
     prompts = even_prompts(engine.vocab_size, 4, 3, 120)
     figures = regime_figures(engine, "tiny", prompts, (1, 4), 2, "even")
-    assert [figure.name for figure in figures] == ["cache, 1 sequences, even", "cache, 4 sequences, even"]
-    rows = [figure.extra["rows/slot"] for figure in figures]
+    four = next(figures)
+    assert engine.num_unfinished == 4 and offload_of(engine).plan.regime == "cache"
+    assert all(each.following is None for each in offload_of(engine).experts.values())
+    (one,) = figures
+    assert [one.name, four.name] == ["cache, 1 sequences, even", "cache, 4 sequences, even"]
     top_k = engine.parts.model.moe.rule.top_k
-    assert rows == [top_k / EXPERTS, 4 * top_k / EXPERTS]
-    assert figures[0].extra["asked/layer"] == top_k < figures[1].extra["asked/layer"] <= EXPERTS
+    assert (one.extra["rows/slot"], four.extra["rows/slot"]) == (top_k / EXPERTS, 4 * top_k / EXPERTS)
+    assert one.extra["asked/layer"] == top_k < four.extra["asked/layer"] <= EXPERTS
+    assert len(one.samples) == 2 and one.value == pytest.approx(statistics.median(one.samples))
     assert not engine.has_unfinished
+
+
+def test_figures_that_nobody_waits_for_end_their_sequences(engine: Engine) -> None:
+    figures = regime_figures(engine, "tiny", even_prompts(engine.vocab_size, 2, 3, 120), (1, 2), 2, "even")
+    next(figures)
+    assert engine.has_unfinished
+    figures.close()
+    assert not engine.has_unfinished
+    assert any(each.following is not None for each in offload_of(engine).experts.values())
 
 
 def test_planned_bytes_stand_beside_those_there_are(engine: Engine) -> None:
@@ -178,16 +194,29 @@ def test_the_command_writes_its_figures(folder: Path, tmp_path: Path, capsys: py
     assert script.main([*words, f"result={result}"]) == 0
     record = json.loads(result.read_text())
     assert {figure["workload"] for figure in record["figures"]} == {"offload", "bytes"}
-    assert str(tmp_path) not in record["command"]
+    assert str(tmp_path) not in record["command"] and record["complete"]
     assert record["engines"][folder.name]["link_gb_s"] > 0
     assert "planned" in capsys.readouterr().out
 
 
-def test_a_limit_that_has_passed_leaves_the_rest_out(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    script = load_script("offload")
-    words = ["workload=stream", f"model={folder}", "sequences=2", "prompt=4", "device=cpu", "limit=0.001"]
-    assert script.main([*words, "engine.max_model_len=512", "cache.num_blocks=128"]) == 0
-    assert "stream: left out" in capsys.readouterr().out
+def test_a_limit_that_has_passed_leaves_the_rest_out(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also in the middle of a piece: what was found by then is printed and written."""
+    script, result = load_script("offload"), tmp_path / "r.json"
+    words = ["workload=regimes,stream", f"model={folder}", "sequences=4", "prompt=4", "steps=2", "device=cpu", "zipf=1"]
+    choice = script.read_choice([*words, "batches=1,2,4", "engine.max_model_len=512", f"result={result}"])
+
+    class Late(script.Bench):
+        @property
+        def seconds(self) -> float:
+            return len(self.figures) - 1.5  # two figures come in time
+
+    Late(replace(choice, limit=0.1), "x").run()
+    record, said = json.loads(result.read_text()), capsys.readouterr().out
+    assert [each["workload"] for each in record["figures"]] == ["offload", "regimes"] and not record["complete"]
+    assert "cache, 4 sequences, zipf 1, ms" in said and "stream ms" in said
+    assert "regimes, zipf 1: left out" in said and "stream: left out" not in said
 
 
 def test_wrong_words(capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from kernels.routing import RoutingRule
-from launch import bench, bench_ranks
+from launch import bench, bench_ranks, result_file
 from launch.bench_engine import Prompt
 from launch.bench_ranks import SkewedGate, read_skew
 from launch.roofline import Ceilings
@@ -30,7 +30,7 @@ def bench_on(rank: int, num_ranks: int, port: int, result: str) -> tuple[int, st
     os.environ.update({name: str(value) for name, value in values.items()})
     os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)})
     bench_ranks.throughput_prompts = lambda vocab_size, num_requests=7: PROMPTS[:num_requests]
-    setattr(bench, "measure_ceilings", lambda device: Ceilings(1e9, 2e9, "a test"))  # noqa: B010 - it takes a dtype too
+    setattr(result_file, "measure_ceilings", lambda device: Ceilings(1e9, 2e9, "a test"))  # noqa: B010 - it takes a dtype too
     words = ["workload=w1", "model=demo", "device=cpu", "limit=7", "rounds=2", "skew=1", f"result={result}"]
     words += ["engine.max_model_len=128", "cache.num_blocks=64", "balance.interval=2", "balance.move=always"]
     with contextlib.redirect_stdout(io.StringIO()) as said:
@@ -47,6 +47,7 @@ def test_two_ranks_share_the_requests(tmp_path: Path) -> None:
     assert first == second == 0 and "demo x2" in said and nothing == ""
     record = json.loads((tmp_path / "r.json").read_text())
     (figure,) = record["figures"]
+    assert record["complete"]
     tokens = sum(prompt.num_outputs for prompt in PROMPTS)
     assert record["engines"]["demo"]["stats"]["output_tokens"] == 3 * tokens  # one pass warms up
     assert figure["name"] == "output tokens, 7 requests, auto exact" and len(figure["samples"]) == 2
