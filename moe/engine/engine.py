@@ -15,7 +15,7 @@ One rule holds a step back until the last one is accepted: a row that penalizes 
 
 A request's own fault (too long, an id the model lacks, NaN logits, text that cannot be decoded) ends that request with
 an error record and nobody else's. A fault of a step's computation ends the engine: StepError names stage and requests.
-Not thread-safe: LLM holds a lock around every call.
+Not thread-safe, and not to be interrupted: LLM holds a lock, and Ctrl-C back, around every call.
 """
 
 from __future__ import annotations
@@ -137,7 +137,6 @@ class Engine:
         self._ready: list[RequestOutput] = []
         self._failure: StepError | None = None
         self._in_flight: InFlight | None = None
-        self._launching = False  # still true at the next step: the launch was interrupted
         self._stage, self._step_ids = IDLE, []
 
     @property
@@ -248,7 +247,6 @@ class Engine:
 
     def _launch_ahead(self) -> tuple[InFlight | None, InFlight | None]:
         """The step to accept now, and the one launched behind it (None: that one waits for the first)."""
-        interrupted, self._launching = self._launching, True
         first = self._in_flight
         if first is not None and not first.wanted:
             self._wait(first)  # all its requests have ended meanwhile
@@ -256,12 +254,11 @@ class Engine:
         if first is None:
             first = self._in_flight = self._launch()
         following = None
-        if first is not None and self.config.engine.overlap and not first.holds_back and not interrupted:
+        if first is not None and self.config.engine.overlap and not first.holds_back:
             try:
                 following = self._launch()
             except StepError as error:
                 self._failure = error  # raised by the next call: what came before it is answered first
-        self._launching = False
         return first, following
 
     def _launch(self) -> InFlight | None:

@@ -20,6 +20,7 @@ from rich.progress import Progress
 from configs.checks import freeze
 from configs.schema import CacheConfig, Config, EngineConfig, SamplingConfig, changed_keys
 from configs.torchrun import rank_environment
+from moe.engine.ctrl_c import kept_until_done
 from moe.engine.engine import Engine
 from moe.engine.memory_plan import MemoryPlan
 from moe.engine.parts import Parts
@@ -220,7 +221,7 @@ class LLM:
     def abort(self, request_id: str) -> bool:
         """End a request; its owner gets what it had, with finish_reason "abort". False where no such request runs."""
         engine = self._open()
-        with self._lock:
+        with self._lock, kept_until_done():
             return engine.abort(request_id)
 
     def get_tokenizer(self) -> Tokenizer:
@@ -322,8 +323,7 @@ class LLM:
         with Progress(disable=not progress) as bar, _Owner(self, engine, [each.request_id for each in requests]):
             task = bar.add_task("prompts", total=len(requests))
             with self._lock:
-                for request in requests:
-                    engine.add_request(request)
+                _add(engine, requests)
             for request in requests:
                 outputs.append(self._next_output(engine, request.request_id))
                 bar.update(task, advance=1)
@@ -337,11 +337,11 @@ class LLM:
             own = requests[team.rank :: team.size]
             found: dict[str, RequestOutput] = {}
             with self._lock:
-                for request in own:
-                    engine.add_request(request)
+                _add(engine, own)
                 engine.join()
                 while engine.has_unfinished:
-                    found |= {output.request_id: output for output in engine.step()}
+                    with kept_until_done():
+                        found |= {output.request_id: output for output in engine.step()}
             answers = [found[request.request_id] for request in own]
             if own_share:
                 return answers
@@ -353,7 +353,7 @@ class LLM:
     def _stream(self, engine: Engine, request: Request) -> Iterator[RequestOutput]:
         with _Owner(self, engine, [request.request_id]):
             with self._lock:
-                engine.add_request(request, stream=True)
+                _add(engine, [request], stream=True)
             while True:
                 output = self._next_output(engine, request.request_id)
                 yield output
@@ -370,9 +370,10 @@ class LLM:
                 if box:
                     return box.popleft()
                 assert engine.has_unfinished, f"request {request_id} vanished from the engine"
-                for output in engine.step():
-                    if output.request_id in self._boxes:
-                        self._boxes[output.request_id].append(output)
+                with kept_until_done():
+                    for output in engine.step():
+                        if output.request_id in self._boxes:
+                            self._boxes[output.request_id].append(output)
 
 
 class _Owner:
@@ -391,10 +392,16 @@ class _Owner:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        with self._llm._lock:
+        with self._llm._lock, kept_until_done():
             for request_id in self._request_ids:
                 self._engine.abort(request_id)
                 self._llm._boxes.pop(request_id, None)
+
+
+def _add(engine: Engine, requests: Sequence[Request], *, stream: bool = False) -> None:
+    for request in requests:
+        with kept_until_done():
+            engine.add_request(request, stream=stream)
 
 
 def _team(config: Config, parts: Parts | None) -> Team | None:

@@ -54,7 +54,7 @@ class Schedule:
 
     `sampled`: the sequences whose next token this step draws, in order; `sampled_decodes` are those rows among the
     decodes (all others replay a known token), then come the chunks that end at their sequence's newest token.
-    `admitted`: the sequences that begin to run with this step, or with one whose launch was interrupted.
+    `admitted`: the sequences that begin to run with this step.
     """
 
     decodes: list[Sequence] = field(default_factory=list)
@@ -111,7 +111,6 @@ class Scheduler:
         self.num_preemptions = 0
         self._num_steps = 0
         self._places = list(range(self.max_num_seqs))[::-1]
-        self._admitted: dict[Sequence, None] = {}  # since the last step that was launched
         self._newcomers = False  # since the queue was last ordered
 
     def never_fits(self, num_tokens: int) -> bool:
@@ -157,7 +156,6 @@ class Scheduler:
                 budget, logit_rows = self._plan_chunk(schedule, sequence, budget, logit_rows)
         if self.num_preemptions == preemptions:  # otherwise who gave way would come straight back
             self._admit(schedule, budget, logit_rows)
-        schedule.admitted = [sequence for sequence in self._admitted if sequence.status is running]
         schedule.find_sampled()
         assert schedule.num_tokens or self.waits_for_tokens or not self.has_unfinished, "no progress, work is left"
         return schedule
@@ -169,7 +167,6 @@ class Scheduler:
 
     def advance(self, schedule: Schedule) -> None:
         """The step is launched: all behind it find its rows in the cache. Blocks full of known tokens can be found."""
-        self._admitted.clear()
         for sequence in schedule.sampled:
             sequence.in_flight += 1
         for sequence in schedule.decodes:
@@ -235,12 +232,14 @@ class Scheduler:
             elif (sequence.wants_prompt_rows and logit_rows <= 0) or not self._bind(sequence):
                 held_back.append(sequence)
                 break
-            elif sequence.in_prefill:
-                budget, logit_rows = self._plan_chunk(schedule, sequence, budget, logit_rows)
-                computing.add(self._next_key(sequence))
             else:
-                schedule.decodes.append(sequence)
-                budget -= 1
+                schedule.admitted.append(sequence)
+                if sequence.in_prefill:
+                    budget, logit_rows = self._plan_chunk(schedule, sequence, budget, logit_rows)
+                    computing.add(self._next_key(sequence))
+                else:
+                    schedule.decodes.append(sequence)
+                    budget -= 1
         self.waiting.extendleft(reversed(held_back))
 
     def _waits(self, sequence: Sequence) -> bool:
@@ -292,7 +291,6 @@ class Scheduler:
         sequence.prompt_chunks = 0
         sequence.status = Status.RUNNING
         sequence.place = self._places.pop()
-        self._admitted[sequence] = None
         self.running.append(sequence)
         return True
 

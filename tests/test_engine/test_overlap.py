@@ -203,30 +203,6 @@ def test_nan_in_one_row_while_the_next_runs(folder: Path, engines: Any) -> None:
     assert outputs["good"].outputs[0].token_ids == expected_tokens([4], 5)
 
 
-def test_an_interrupted_launch_is_made_good(folder: Path, engines: Any) -> None:
-    """Ctrl-C while a step is launched, ids of the last one not read; whoever goes on gets the same answers."""
-    steps = iter(range(100))
-
-    def interrupt(step: StepInput) -> None:
-        if next(steps) in (0, 3, 5):
-            raise KeyboardInterrupt
-
-    engine = engines(make_parts(folder, FakeNetwork(before_forward=interrupt)))
-    for name in "ab":
-        engine.add_request(Request(name, [5, ord(name)], SamplingParams(max_tokens=6, **GREEDY)))
-    outputs: dict[str, RequestOutput] = {}
-    interrupts = 0
-    while engine.has_unfinished:
-        try:
-            outputs |= {output.request_id: output for output in engine.step()}
-        except KeyboardInterrupt:
-            interrupts += 1
-    assert interrupts == 3
-    assert {name: each.outputs[0].token_ids for name, each in outputs.items()} == {
-        name: expected_tokens([5, ord(name)], 6) for name in "ab"
-    }
-
-
 @settings(max_examples=20, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(requests=st.lists(asked(), min_size=2, max_size=8), keys=ENGINES)
 def test_overlapped_answers_are_those_of_one_step_after_another(

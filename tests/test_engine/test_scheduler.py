@@ -334,13 +334,7 @@ def test_places_are_handed_out_once() -> None:
     scheduler.finish(ended)
     again = launch(scheduler)
     assert [sequence.place for sequence in again.admitted] == [place]
-
-
-def test_a_step_that_was_not_launched_leaves_its_new_sequences_to_the_next() -> None:
-    scheduler = make()
-    sequence = add(scheduler, "a", 4)
-    assert scheduler.schedule().admitted == [sequence]
-    assert launch(scheduler).admitted == [sequence] and launch(scheduler).admitted == []
+    assert launch(scheduler).admitted == []
 
 
 def test_prompts_that_begin_alike_wait_for_the_one_that_computes_the_beginning() -> None:
