@@ -208,6 +208,7 @@ def regime_figures(
     demand alone: guesses are made of fewer rows than can be streamed."""
     offload = offload_of(engine)
     top_k = engine.parts.model.moe.rule.top_k
+    set_regime(engine, "stream")  # the prompts
     with demand_only(engine):
         decoding = Decoding(engine, prompts[: max(batches)], f"regimes-{what}")
         try:

@@ -20,7 +20,9 @@ import torch
 from torch import Tensor
 
 from expert_parallel.group import Ranks
+from kernels.gate_few import NormedRouting
 from kernels.pack import Packed, pack
+from kernels.rmsnorm import Norm, rmsnorm_residual
 from kernels.routing import Routing
 from launch.bench_engine import EngineBench, Run, recorded_steps, run_prompts, throughput_prompts
 from launch.figure import Figure
@@ -75,6 +77,19 @@ class SkewedGate(Gate):
         """What a single rank asks for."""
         routing = self(x_TD, real_T)
         return routing, pack(routing.expert_ids_TK, slot_of_E, num_slots)
+
+    def norm_and_pack(
+        self,
+        x_TD: Tensor,
+        residual_TD: Tensor,
+        norm: Norm,
+        slot_of_E: Tensor,
+        num_slots: int,
+        real_T: Tensor | None = None,
+    ) -> NormedRouting:
+        """The same of the norm of x + residual."""
+        y_TD, new_residual_TD = rmsnorm_residual(x_TD, residual_TD, *norm)
+        return NormedRouting(y_TD, new_residual_TD, *self.and_pack(y_TD, slot_of_E, num_slots, real_T))
 
 
 def skew_routing(network: CausalLM, exponent: float) -> None:

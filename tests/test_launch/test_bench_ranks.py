@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from kernels.rmsnorm import Norm
 from kernels.routing import RoutingRule
 from launch import bench, bench_ranks, result_file
 from launch.bench_engine import Prompt
@@ -71,6 +72,20 @@ def test_a_row_is_routed_alike_in_any_batch() -> None:
     assert gate(x_TD, real_T).expert_ids_TK[5].tolist() == [-1, -1]
     own_E, table_E = (torch.bincount(ids.flatten(), minlength=16) for ids in (ids_TK, table.expert_ids_TK))
     assert int(own_E.argmax()) == int(table_E.argmax()) and own_E.max() > 2 * own_E.float().mean()
+
+
+def test_all_ways_to_ask_a_gate_go_by_the_table() -> None:
+    """Whatever a layer asks of its gate: a way that is the model's own router would route evenly, unseen."""
+    asked = {name for name, each in vars(Gate).items() if callable(each)} - {"__init__"}
+    assert asked <= set(vars(SkewedGate)), f"not by the table: {asked - set(vars(SkewedGate))}"
+    table = skewed_routing(4093, 16, 2, exponent=1.0, seed=3)
+    gate = SkewedGate(Gate(torch.zeros(16, 8), None, RoutingRule(2)), table)
+    x_TD, residual_TD = torch.randn(2, 40, 8, generator=torch.Generator().manual_seed(0)).unbind()
+    slot_of_E, norm = torch.arange(16, dtype=torch.int32), Norm(torch.ones(8), 1e-6)
+    y_TD, new_residual_TD, routing, packed = gate.norm_and_pack(x_TD, residual_TD, norm, slot_of_E, 16)
+    assert torch.equal(new_residual_TD, x_TD + residual_TD)
+    assert torch.equal(routing.expert_ids_TK, gate(y_TD).expert_ids_TK)
+    assert packed.offsets_S1.diff().tolist() == torch.bincount(routing.expert_ids_TK.flatten(), minlength=16).tolist()
 
 
 def test_wrong_words(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
