@@ -70,7 +70,9 @@ OWN_KEYS = {
     "model": "w1 to w3, serving: names in benchmarks/models/, or a model of launch.generate",
     "device": "auto, cuda or cpu",
     "limit": "w1, w3: only so many requests; w2: only so many of its batches",
+    "requests": "w1 under torchrun: so many of all ranks, 512 each; several with commas",
     "skew": "w1 under torchrun: rows are routed by a table: 0 evenly, 1 after Zipf's law",
+    "warm": "w1 under torchrun: whole, or short: without a floor, in half of the time",
     "rounds": "timed passes of w1 (1), w2 (1), w3 (3)",
     "lengths": f"serving: {','.join(LENGTHS)}",
     "concurrency": "serving: requests in flight, 1,16,64",
@@ -98,7 +100,9 @@ class Choice:
     models: tuple[str, ...]
     device: str
     limit: int | None
+    requests: tuple[int, ...]
     skew: float | None
+    warm: str
     rounds: int | None
     lengths: tuple[str, ...]
     concurrency: tuple[int, ...]
@@ -191,6 +195,7 @@ def _measure_spread(choice: Choice, ranks: Ranks, baselines: dict[str, Any], wor
     command = ["torchrun", f"--nproc-per-node={group.size}", "-m", "launch.bench", *words]
     record, ceilings = begin_record(ranks.device, baselines, command, choice.commit)
     figures: list[Figure] = []
+    totals = choice.requests or (bench_ranks.REQUESTS_OF_A_RANK * group.size,)
     for model in choice.models:
         started = time.perf_counter()
         engine = Engine(compose_config(parse(_engine_words(choice, model))), ranks=ranks)
@@ -199,16 +204,22 @@ def _measure_spread(choice: Choice, ranks: Ranks, baselines: dict[str, Any], wor
         if choice.skew is not None and isinstance(engine.parts.network, CausalLM):
             bench_ranks.skew_routing(engine.parts.network, choice.skew)
         bench = EngineBench(engine, name, ceilings, baselines)
-        figure, more = bench_ranks.measure_w1(engine, bench, ranks, choice.limit, choice.rounds or 1)
-        figures.append(figure)
-        record["engines"] |= {name: facts | more}
-        if group.rank == 0:
-            print_figures([figure], Console(width=240))
-            write_record(record, figures, choice.result, complete=model == choice.models[-1])
+        for total in totals:
+            if group.rank == 0:
+                logger.info("measuring w1 of %s, %d requests", name, total)
+            rounds, whole = choice.rounds or 1, choice.warm == "whole"
+            figure, more = bench_ranks.measure_w1(engine, bench, ranks, total, rounds, whole=whole)
+            figures.append(figure)
+            record["engines"] |= {name: facts | more}
+            if group.rank == 0:
+                print_figures([figure], Console(width=240))
+                write_record(record, figures, choice.result, complete=False)
         engine.conclude()
         engine.close()
         del engine, bench
         _release(ranks.device)
+    if group.rank == 0:
+        write_record(record, figures, choice.result, complete=True)
     if group.rank == 0 and choice.result is not None:
         print(f"result: {choice.result}")
     group.barrier()  # nobody leaves while another still reaches for its memory
@@ -298,6 +309,7 @@ def read_choice(words: Sequence[str]) -> Choice:
         raise ValueError(
             f"workload={own['workload']}: under torchrun give ep or w1, alone; the others need one process."
         )
+    bench_ranks.check_words(own)
     if unknown := [name for name in split_list(own.get("dispatchers", "")) if name not in bench_ep.NAMES]:
         raise ValueError(f"dispatchers={unknown[0]} is unknown; use {', '.join(bench_ep.NAMES)}.")
     if rest and not any(workload in ENGINE_WORKLOADS for workload in workloads):
@@ -315,7 +327,9 @@ def read_choice(words: Sequence[str]) -> Choice:
         models=split_list(own.get("model", "demo")),
         device=own.get("device", "auto"),
         limit=number_above_zero(own, "limit", int, None),
+        requests=positives(own, "requests", ()),
         skew=bench_ranks.read_skew(own),
+        warm=own.get("warm", "whole"),
         rounds=number_above_zero(own, "rounds", int, None),
         lengths=split_list(own.get("lengths", "short,mixed")),
         concurrency=positives(own, "concurrency", CONCURRENCY),

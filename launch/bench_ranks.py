@@ -1,9 +1,12 @@
 """w1 on ranks that share the experts: `torchrun --nproc-per-node=2 -m launch.bench workload=w1 model=...`.
 
-Knows shares of requests and rates; knows nothing of how rows travel. There are 512 requests for each rank (`limit`: so
-many for all together: limit=512 is one GPU's workload, spread), and request i is rank i mod N's. Ranks step together,
-so a pass ends on all of them when the last request does; the figure is the tokens of all over that time. Its floor is
-that of the rank with most to read and compute; what travels is not in it.
+Knows shares of requests and rates; knows nothing of how rows travel. There are 512 requests for each rank (`requests`:
+so many for all together: requests=512 is one GPU's workload, spread), and request i is rank i mod N's. Ranks step
+together, so a pass ends on all of them when the last request does; the figure is the tokens of all over that time. Its
+floor is that of the rank with most to read and compute; what travels is not in it.
+
+`warm=short` runs short forms of the requests first, where `whole` runs them as they are: kernels are compiled, graphs
+captured and busy experts moved, but what the steps will be is not recorded, and there is no floor.
 
 `skew=1` routes rows by a table after Zipf's law (router/synthetic.py), of each layer its own, instead of by the
 model's router: dummy weights route evenly. Which entry of the table a row takes depends on the row's bits alone.
@@ -13,7 +16,7 @@ from __future__ import annotations
 
 import os
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,7 +27,7 @@ from kernels.gate_few import NormedRouting
 from kernels.pack import Packed, pack
 from kernels.rmsnorm import Norm, rmsnorm_residual
 from kernels.routing import Routing
-from launch.bench_engine import EngineBench, Run, recorded_steps, run_prompts, throughput_prompts
+from launch.bench_engine import EngineBench, Prompt, Run, recorded_steps, run_prompts, throughput_prompts
 from launch.figure import Figure
 from moe.engine.engine import Engine
 from moe.engine.stats import EngineStats
@@ -35,17 +38,30 @@ from router.load import balancedness
 from router.synthetic import skewed_routing
 
 REQUESTS_OF_A_RANK = 512
+SHORT_PROMPT, SHORT_OUTPUTS = 64, 160  # tokens, at most
 _TABLE_ROWS = 4093  # a prime: neighbouring bit patterns spread
 
 
+def check_words(own: Mapping[str, str]) -> None:
+    """ValueError where ranks' words stand in one process, or its own among ranks; and for a way to warm up that is
+    none."""
+    for name in ("requests", "skew", "warm") if "RANK" not in os.environ else ():
+        if name in own:
+            raise ValueError(
+                f"{name}={own[name]} needs ranks; start it with torchrun --nproc-per-node=N -m launch.bench ..."
+            )
+    if "limit" in own and "RANK" in os.environ:
+        raise ValueError(
+            f"limit={own['limit']} is one process's; under torchrun give requests=, of all ranks together."
+        )
+    if own.get("warm", "whole") not in ("whole", "short"):
+        raise ValueError(f"warm={own['warm']} is unknown; use whole or short.")
+
+
 def read_skew(own: Mapping[str, str]) -> float | None:
-    """Of w1's made-up routing, which needs ranks; 0 is a number of its own."""
+    """Of w1's made-up routing; 0 is a number of its own."""
     if "skew" not in own:
         return None
-    if "RANK" not in os.environ:
-        raise ValueError(
-            f"skew={own['skew']} needs ranks; start it with torchrun --nproc-per-node=N -m launch.bench ..."
-        )
     try:
         skew = float(own["skew"])
     except ValueError:
@@ -108,19 +124,33 @@ def skew_routing(network: CausalLM, exponent: float) -> None:
             block.mlp.gate = SkewedGate(block.mlp.gate, table)
 
 
+def short_forms(prompts: Sequence[Prompt]) -> list[Prompt]:
+    """As many prompts that end one after another, so that steps of any number of rows come about."""
+    last = max(len(prompts) - 1, 1)
+    return [
+        Prompt(each.token_ids[:SHORT_PROMPT], 2 + (SHORT_OUTPUTS - 2) * index // last)
+        for index, each in enumerate(prompts)
+    ]
+
+
 def measure_w1(
-    engine: Engine, bench: EngineBench, ranks: Ranks, limit: int | None, rounds: int
+    engine: Engine, bench: EngineBench, ranks: Ranks, total: int, rounds: int, *, whole: bool
 ) -> tuple[Figure, dict[str, Any]]:
-    """The figure of all ranks and what they did, the same on each. All call it together."""
+    """The figure of `total` requests on all ranks and what they did, the same on each. All call it together. `whole`:
+    they warm up as they are, else in short."""
     group = ranks.everyone
-    total = limit or REQUESTS_OF_A_RANK * group.size
     prompts = throughput_prompts(engine.vocab_size, total)[group.rank :: group.size]
-    steps = recorded_steps(engine, prompts, f"warm-{group.rank}")
+    name = f"{total}-{group.rank}"
+    steps = []
+    if whole:
+        steps = recorded_steps(engine, prompts, f"warm-{name}")
+    else:
+        run_prompts(engine, short_forms(prompts), f"warm-{name}")
     before = _counts(engine)
     runs: list[Run] = []
     for turn in range(rounds):
         group.barrier()
-        runs.append(run_prompts(engine, prompts, f"w1-{turn}-{group.rank}"))
+        runs.append(run_prompts(engine, prompts, f"w1-{turn}-{name}"))
     own_floor_s = bench.cost.seconds(steps, bench.ceilings)
     rows = (_counts(engine) - before).sum(dim=1).tolist()
     everyone: list[tuple[list[Run], float, list[int], EngineStats]] = group.gather_objects(
@@ -143,7 +173,7 @@ def measure_w1(
         f"output tokens, {total} requests, {parallel.dispatcher} {parallel.combine}",
         statistics.median(rates),
         "tokens/s",
-        floor=tokens / max(each[1] for each in everyone),
+        floor=tokens / max(each[1] for each in everyone) if whole else None,
         seconds=statistics.median(run.seconds for run in runs),
         extra=extra,
         samples=tuple(rates),

@@ -16,7 +16,7 @@ from kernels.rmsnorm import Norm
 from kernels.routing import RoutingRule
 from launch import bench, bench_ranks, result_file
 from launch.bench_engine import Prompt
-from launch.bench_ranks import SkewedGate, read_skew
+from launch.bench_ranks import SkewedGate, read_skew, short_forms
 from launch.roofline import Ceilings
 from router.gate import Gate
 from router.synthetic import skewed_routing
@@ -25,26 +25,31 @@ from tests.ranks import run_ranks
 PROMPTS = [Prompt([5 + index, 6, 7], 2 + index % 3) for index in range(7)]
 
 
-def bench_on(rank: int, num_ranks: int, port: int, result: str) -> tuple[int, str]:
+def bench_on(rank: int, num_ranks: int, port: int, result: str, *more: str) -> tuple[int, str]:
     """Exit code and what is said."""
     values = {"RANK": rank, "WORLD_SIZE": num_ranks, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": num_ranks}
     os.environ.update({name: str(value) for name, value in values.items()})
     os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)})
+    bench_ranks.SHORT_OUTPUTS = 6
     bench_ranks.throughput_prompts = lambda vocab_size, num_requests=7: PROMPTS[:num_requests]
     setattr(result_file, "measure_ceilings", lambda device: Ceilings(1e9, 2e9, "a test"))  # noqa: B010 - it takes a dtype too
-    words = ["workload=w1", "model=demo", "device=cpu", "limit=7", "rounds=2", "skew=1", f"result={result}"]
+    words = ["workload=w1", "model=demo", "device=cpu", "requests=7", "rounds=2", "skew=1", f"result={result}", *more]
     words += ["engine.max_model_len=128", "cache.num_blocks=64", "balance.interval=2", "balance.move=always"]
     with contextlib.redirect_stdout(io.StringIO()) as said:
         code = bench.main(words)
     return code, said.getvalue()
 
 
-def test_two_ranks_share_the_requests(tmp_path: Path) -> None:
-    """Two timed passes of all tokens, while experts move; the first rank alone speaks and writes."""
+def free_port() -> int:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
-    (first, said), (second, nothing) = run_ranks(bench_on, 2, port, str(tmp_path / "r.json"), joined=False)
+        return listener.getsockname()[1]
+
+
+def test_two_ranks_share_the_requests(tmp_path: Path) -> None:
+    """Two timed passes of all tokens, while experts move; the first rank alone speaks and writes."""
+    result = str(tmp_path / "r.json")
+    (first, said), (second, nothing) = run_ranks(bench_on, 2, free_port(), result, joined=False)
     assert first == second == 0 and "demo x2" in said and nothing == ""
     record = json.loads((tmp_path / "r.json").read_text())
     (figure,) = record["figures"]
@@ -55,6 +60,22 @@ def test_two_ranks_share_the_requests(tmp_path: Path) -> None:
     assert figure["value"] == pytest.approx(tokens / figure["seconds"], rel=0.5) and figure["floor"] > 0
     assert figure["extra"]["requests"] == 7 and figure["extra"]["experts moved"] > 0
     assert 0.5 <= figure["extra"]["rank balance"] <= 1
+
+
+def test_short_forms_warm_up(tmp_path: Path) -> None:
+    """One engine, two figures, each of its own requests; without a floor."""
+    more = ("requests=7,4", "rounds=1", "warm=short")
+    for code, _ in run_ranks(bench_on, 2, free_port(), str(tmp_path / "r.json"), *more, joined=False):
+        assert code == 0
+    record = json.loads((tmp_path / "r.json").read_text())
+    assert [figure["extra"]["requests"] for figure in record["figures"]] == [7, 4]
+    assert all("floor" not in figure for figure in record["figures"])
+    tokens = sum(each.num_outputs for each in PROMPTS + PROMPTS[:4])
+    # Each rank's short forms: 4 and 3 of the seven, 2 and 2 of the four.
+    warm = sum((2, 3, 4, 6)) + sum((2, 4, 6)) + 2 * sum((2, 6))
+    assert record["engines"]["demo"]["stats"]["output_tokens"] == tokens + warm
+    assert [each.num_outputs for each in short_forms([Prompt([5] * 500, 1)] * 3)] == [2, 81, 160]
+    assert len(short_forms([Prompt([5] * 500, 1)])[0].token_ids) == 64
 
 
 def test_a_row_is_routed_alike_in_any_batch() -> None:
@@ -97,6 +118,10 @@ def test_wrong_words(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
     assert read_skew({"skew": "0"}) == 0.0 and read_skew({}) is None
     assert bench.main(["workload=w1,w2"]) == 2
     assert "under torchrun give ep or w1, alone" in capsys.readouterr().err
+    for word, text in (("limit=3", "under torchrun give requests="), ("warm=up", "warm=up is unknown; use whole")):
+        assert bench.main(["workload=w1", word]) == 2
+        assert text in capsys.readouterr().err
     monkeypatch.delenv("RANK")
-    assert bench.main(["workload=w1", "skew=1"]) == 2
-    assert "skew=1 needs ranks" in capsys.readouterr().err
+    for word in ("skew=1", "requests=4", "warm=short"):
+        assert bench.main(["workload=w1", word]) == 2
+        assert f"{word} needs ranks" in capsys.readouterr().err
