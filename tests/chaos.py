@@ -62,7 +62,7 @@ class StandInEngine:
         self.joined = isinstance(self.in_step, Together)
 
     def add_request(self, request: Request) -> None:
-        self._left.append((1 + (request.params.seed or 0) % 4, request))
+        self._left.append((1 + request.seed_of(0) % 4, request))
         self.num_waiting = max(0, len(self._left) - self.max_num_seqs)
 
     def step(self) -> list[RequestOutput]:
@@ -90,8 +90,8 @@ class StandInEngine:
         """Nothing is held."""
 
     def _answer(self, request: Request) -> RequestOutput:
-        text = hashlib.sha256(f"{request.params.seed} {request.prompt}".encode()).hexdigest()
-        text *= 1 + (request.params.seed or 0) % 9
+        text = hashlib.sha256(f"{request.seed_of(0)} {request.prompt}".encode()).hexdigest()
+        text *= 1 + request.seed_of(0) % 9
         ids = list(text.encode())
         output = CompletionOutput(0, text, ids, "stop")
         return RequestOutput(request.request_id, request.prompt, list(request.prompt_token_ids), [output], True)

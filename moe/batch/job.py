@@ -14,15 +14,16 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Protocol
+
+import msgspec
 
 from configs.schema import Config
 from moe.batch.ledger import line_digest
 from moe.batch.lines import BadLine, InputFault, Line, dump_line
 from moe.batch.monitor import ErrorNote
 from moe.batch.prompts import BatchTokenizer, prompt_ids
-from moe.batch.protocol import LineError, LineParams, LineRequest
+from moe.batch.protocol import LineError, LineParams, LineRequest, num_tokens
 from moe.batch.records import (
     BAD_REQUEST,
     FAILED,
@@ -94,8 +95,7 @@ class Journal(Protocol):
     def append(self, number: int, digest: int, record: bytes, kind: str = ...) -> None: ...
 
 
-@dataclass(slots=True)
-class _Running:
+class _Running(msgspec.Struct, gc=False):
     """A line in the engine."""
 
     source: Line | BadLine
@@ -222,7 +222,8 @@ class Job:
             self._tokens_left -= len(ids)
             deadline = time.monotonic() + self._timeout_s if self._timeout_s is not None else math.inf
             self._running[request_id] = _Running(source, line, params.logprobs or 0, deadline)
-            self._engine.add_request(Request(request_id, ids, params, line.prompt))
+            seed = self._params.seed_of(line, params)
+            self._engine.add_request(Request(request_id, ids, params, line.prompt, seed=seed))
         except ValueError as error:
             self._running.pop(request_id, None)
             self._fail(source, FAILED, str(error), BAD_REQUEST)
@@ -248,8 +249,8 @@ class Job:
             self.lines_written += 1
         elif running.timed_out:
             seconds = f"{self._config.job.line_timeout_s:g} s (job.line_timeout_s)"
-            tokens = sum(len(output.token_ids) for output in result.outputs)
-            self._fail(running.source, TIMEOUT, f"not answered within {seconds}; it had {tokens} tokens", TIMED_OUT)
+            had = f"it had {num_tokens(result)} tokens"
+            self._fail(running.source, TIMEOUT, f"not answered within {seconds}; {had}", TIMED_OUT)
         else:
             self._fail(running.source, FAILED, fault, BAD_REQUEST if result.rejected else SERVER_FAULT)
 

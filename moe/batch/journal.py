@@ -15,18 +15,20 @@ checksums; knows nothing of what a record means. `journal_writer.py` writes it.
 from __future__ import annotations
 
 import json
+import os
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
+import msgspec
+
 FORMAT = 2  # 1: digests of lines were made otherwise
 ANSWERED = "-"
 HEADER_KIND = "header"
 MAX_NUMBER = 1 << 48
 OPEN_JOURNALS = 64
-RANDOM_BUFFER_BYTES = 1 << 16
 
 
 class JournalError(ValueError):
@@ -42,14 +44,23 @@ class Header:
     fingerprint: dict[str, str]
 
 
-class Entry(NamedTuple):
-    """One whole record of a journal. `offset`: where it begins in the file."""
+class Place(NamedTuple):
+    """Where a record's line is: in which journal, from which byte on, how many bytes."""
+
+    journal: int
+    offset: int
+    size: int
+
+
+class Entry(msgspec.Struct, frozen=True, gc=False):  # made once or twice for each line of a job
+    """One whole record of a journal. `offset`, `size`: of its line in the file, with its end."""
 
     number: int
     digest: int
     kind: str
     record: bytes  # with its line end, as in the output
     offset: int
+    size: int
 
     @property
     def failed(self) -> bool:
@@ -62,8 +73,8 @@ def frame(number: int, digest: int, kind: str, record: bytes) -> bytes:
     >>> frame(17, 10, ANSWERED, b'{}\\n')
     b'f4eac29f\\t17\\t0000000a\\t-\\t{}\\n'
     """
-    head = b"%d\t%08x\t%s\t" % (number, digest, kind.encode())
-    return b"%08x\t%s%s" % (zlib.crc32(memoryview(record)[:-1], zlib.crc32(head)), head, record)
+    content = b"%d\t%08x\t%s\t%s" % (number, digest, kind.encode(), record)
+    return b"%08x\t%s" % (zlib.crc32(content[:-1]), content)
 
 
 def header_frame(header: Header) -> bytes:
@@ -78,9 +89,9 @@ def parse_frame(raw: bytes, offset: int = 0) -> Entry | None:
         raw += b"\n"
     try:
         crc, number, digest, kind, record = raw.split(b"\t", 4)
-        if len(crc) != 8 or int(crc, 16) != zlib.crc32(memoryview(raw)[9:-1]):
+        if crc != b"%08x" % zlib.crc32(raw[9:-1]):
             return None
-        entry = Entry(int(number), int(digest, 16), kind.decode(), record, offset)
+        entry = Entry(int(number), int(digest, 16), kind.decode(), record, offset, len(raw))
     except ValueError:
         return None
     return entry if 0 <= entry.number < MAX_NUMBER and 0 <= entry.digest < 1 << 32 else None
@@ -137,21 +148,22 @@ class RecordReader:
 
     def __init__(self, journals: Sequence[Path]) -> None:
         self._journals = journals
-        self._open: dict[int, BinaryIO] = {}
+        self._open: dict[int, int] = {}
 
-    def at(self, places: Iterable[tuple[int, int]]) -> Iterator[Entry]:
-        """The records at these places, in the same order."""
-        for index, offset in places:
-            file = self._open.get(index) or self._opened(index)
-            file.seek(offset)
-            entry = parse_frame(file.readline(), offset)
+    def at(self, places: Iterable[Place]) -> Iterator[Entry]:
+        """The records at these places, in the same order. Each is read by itself: neighbours in the output lie apart
+        where lines finish in another order than theirs."""
+        for index, offset, size in places:
+            if (file := self._open.get(index)) is None:
+                file = self._opened(index)
+            entry = parse_frame(os.pread(file, size, offset), offset)
             assert entry is not None, f"{self._journals[index]} changed at byte {offset} while it was read"
             yield entry
 
-    def _opened(self, index: int) -> BinaryIO:
+    def _opened(self, index: int) -> int:
         if len(self._open) >= OPEN_JOURNALS:
-            self._open.pop(next(iter(self._open))).close()
-        file = self._open[index] = self._journals[index].open("rb", buffering=RANDOM_BUFFER_BYTES)
+            os.close(self._open.pop(next(iter(self._open))))
+        file = self._open[index] = os.open(self._journals[index], os.O_RDONLY | os.O_CLOEXEC)
         return file
 
     def __enter__(self) -> RecordReader:
@@ -159,4 +171,4 @@ class RecordReader:
 
     def __exit__(self, *_: object) -> None:
         for file in self._open.values():
-            file.close()
+            os.close(file)

@@ -1,4 +1,4 @@
-"""Which lines of a job are done, and where their records lie. Fourteen bytes a line, whatever the records' size.
+"""Which lines of a job are done, and where their records lie. Eighteen bytes a line, whatever the records' size.
 
 Knows journals and numbers of lines. The record of a later run stands over that of an earlier one, so a line has one
 record whatever was answered twice.
@@ -12,19 +12,20 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from moe.batch.journal import Entry, JournalReader
+from moe.batch.journal import Entry, JournalReader, Place
 from moe.batch.lines import BadLine, Line, content_of
 
 OPEN, ANSWERED, FIRST_KIND = 0, 1, 2
 """States of a line. FIRST_KIND + i: it has an error record of the i-th kind."""
 OFFSET_BITS = 44
 """Of a place: 16 TiB of one journal, and a million journals."""
+_OFFSET_MASK = (1 << OFFSET_BITS) - 1
 
 
 def line_digest(line: Line | BadLine) -> int:
     """What tells this line from another with its number: a checksum of all that was read of it."""
     if isinstance(line, Line):
-        return zlib.crc32(content_of(line.record))
+        return zlib.crc32(content_of(line.record)) if line.checksum is None else line.checksum
     return zlib.crc32(f"{line.reason} {line.record!r}".encode("utf-8", "surrogatepass"))
 
 
@@ -38,6 +39,7 @@ class Ledger:
         self._in_input = bytearray()
         self._digests = array("I")
         self._places = array("Q")
+        self._sizes = array("I")
 
     @property
     def num_done(self) -> int:
@@ -81,25 +83,22 @@ class Ledger:
                 self._states[number] = OPEN
             yield line
 
-    def places(self, seen: Ledger) -> Iterator[tuple[int, int]]:
-        """(journal, offset) of each record in the order of the input. `seen`: the ledger that has read the input: lines
-        that it did not meet are left out."""
-        mask = (1 << OFFSET_BITS) - 1
+    def places(self, seen: Ledger) -> Iterator[Place]:
+        """Of each record in the order of the input. `seen`: the ledger that has read the input: lines that it did not
+        meet are left out."""
         for number, (state, wanted) in enumerate(zip(self._states, seen._in_input)):
             if wanted and state != OPEN:
-                place = self._places[number]
-                yield place >> OFFSET_BITS, place & mask
+                yield self._place(number)
 
     def failed_of(self, seen: Ledger) -> int:
         """How many of the lines that `seen` has met in the input have an error record."""
         return sum(wanted and state >= FIRST_KIND for state, wanted in zip(self._states, seen._in_input))
 
-    def failed_places(self) -> Iterator[tuple[int, int]]:
-        """(journal, offset) of the error records that stand, in the order of the input."""
-        mask = (1 << OFFSET_BITS) - 1
+    def failed_places(self) -> Iterator[Place]:
+        """Of the error records that stand, in the order of the input."""
         for number, state in enumerate(self._states):
             if state >= FIRST_KIND:
-                yield self._places[number] >> OFFSET_BITS, self._places[number] & mask
+                yield self._place(number)
 
     def for_ranks(self) -> Ledger:
         """What other ranks need of it: which lines are done, not where."""
@@ -107,13 +106,17 @@ class Ledger:
         other._kind_names, other._states, other._digests = self._kind_names, self._states, self._digests
         return other
 
+    def _place(self, number: int) -> Place:
+        place = self._places[number]
+        return Place(place >> OFFSET_BITS, place & _OFFSET_MASK, self._sizes[number])
+
     def _take(self, entry: Entry, place: int) -> None:
         number = entry.number
         if number >= len(self._states):
             more = max(1024, number + 1 - len(self._states), len(self._states) // 8)
             self._states.extend(bytes(more))
-            self._digests.frombytes(bytes(more * self._digests.itemsize))
-            self._places.frombytes(bytes(more * self._places.itemsize))
+            for numbers in (self._digests, self._places, self._sizes):
+                numbers.frombytes(bytes(more * numbers.itemsize))
         if entry.failed:
             if entry.kind not in self._kind_names:
                 self._kind_names.append(entry.kind)
@@ -122,3 +125,4 @@ class Ledger:
             self._states[number] = ANSWERED
         self._digests[number] = entry.digest
         self._places[number] = place
+        self._sizes[number] = entry.size

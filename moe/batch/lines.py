@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO
@@ -25,9 +26,9 @@ MAX_NESTING = 100
 BOM = b"\xef\xbb\xbf"
 # Legal inside a JSON string, but other readers split lines there; and halves of surrogate pairs, which UTF-8 lacks.
 _ESCAPED = re.compile("[\x7f\x85\u2028\u2029\ud800-\udfff]")
-_ESCAPED_BYTES = (b"\x7f", "\x85".encode(), "\u2028".encode(), "\u2029".encode())
+_ESCAPED_BYTES = ("\x85".encode(), "\u2028".encode(), "\u2029".encode())
 _HALF_PAIR = re.compile("[\ud800-\udfff]")
-_COLON, _COMMA, _LIST, _OBJECT, _BACKSLASH = b":,[{\\"  # as numbers, for which bytes are searched fastest
+_COLON, _COMMA, _LIST, _OBJECT, _BACKSLASH, _DELETE = b":,[{\\\x7f"  # as numbers, for which bytes are searched fastest
 _DECODE = msgspec.json.Decoder().decode
 _ENCODE = msgspec.json.Encoder().encode
 # For a text that is no UTF-8, in the same form.
@@ -47,12 +48,14 @@ class Line:
     """A JSON object and the number of its line, counted from 1 over all files of a job, blank lines included.
 
     `origin`: "file:line", where the job has several files. `num_bytes`: about what the record takes in memory.
+    `checksum`: of the record's content_of, where the reader made it anyway.
     """
 
     number: int
     record: dict[str, Any]
     origin: str | None = None
     num_bytes: int = field(default=0, compare=False)
+    checksum: int | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(slots=True)
@@ -80,21 +83,20 @@ class LineReader:
         self._parser = LineParser()
 
     def __iter__(self) -> Iterator[Line | BadLine]:
-        given = 0
-        while (self._limit is None or given < self._limit) and (raw := self._file.readline(MAX_LINE_BYTES + 1)):
+        given, read = 0, self._file.readline
+        while (self._limit is None or given < self._limit) and (raw := read(MAX_LINE_BYTES + 1)):
             self.number += 1
             if len(raw) > MAX_LINE_BYTES and not raw.endswith(b"\n"):
-                while (rest := self._file.readline(MAX_LINE_BYTES)) and not rest.endswith(b"\n"):
+                while (rest := read(MAX_LINE_BYTES)) and not rest.endswith(b"\n"):
                     pass
                 given += 1
                 yield BadLine(self.number, f"the line is longer than {MAX_LINE_BYTES >> 20} MiB")
                 continue
             if self.number == 1:
                 raw = raw.removeprefix(BOM)
-            raw = raw.removesuffix(b"\n").removesuffix(b"\r")
-            if raw.strip():
+            if raw and not raw.isspace():
                 given += 1
-                yield self._parser.parse(self.number, raw)
+                yield self._parser.parse(self.number, raw.removesuffix(b"\n").removesuffix(b"\r"))
 
 
 def read_lines(file: BinaryIO, limit: int | None = None) -> Iterator[Line | BadLine]:
@@ -126,7 +128,7 @@ class LineParser:
             return self.parse_strictly(number, raw)
         if type(record) is not dict or _is_deep(raw, record):
             return self.parse_strictly(number, raw)
-        return Line(number, record, None, _num_bytes(raw, record))
+        return Line(number, record, None, _num_bytes(raw, record), zlib.crc32(again))
 
     def parse_strictly(self, number: int, raw: bytes) -> Line | BadLine:
         """The same with hooks for all that can be wrong: the definition, and several times as slow."""
@@ -187,10 +189,8 @@ class LineParser:
 def dump_line(record: dict[str, Any]) -> bytes:
     """The record as one line with its end. Reads back equal, here and where lines are split at other characters too."""
     content = content_of(record)
-    if not content.isascii() or b"\x7f" in content:
-        for escaped in _ESCAPED_BYTES:
-            if escaped in content:
-                return _escaped(content.decode("utf-8")) + b"\n"
+    if _DELETE in content or (not content.isascii() and any(escaped in content for escaped in _ESCAPED_BYTES)):
+        content = _escaped(content.decode("utf-8"))
     return content + b"\n"
 
 
@@ -213,7 +213,7 @@ def _num_bytes(raw: bytes, record: dict[str, Any]) -> int:
 
 def _is_deep(raw: bytes, record: dict[str, Any]) -> bool:
     """Whether lists and objects lie in each other beyond MAX_NESTING; level by level, so that no depth is too much."""
-    if _LIST not in raw and _OBJECT not in raw[1:]:
+    if _LIST not in raw and raw.find(_OBJECT, 1) < 0:
         return False  # as most lines are; counting takes as long as decoding
     if raw.count(_LIST) + raw.count(_OBJECT) <= MAX_NESTING:
         return False

@@ -19,6 +19,7 @@ from moe.batch.protocol import (
     check_messages,
     check_token_ids,
     json_logprob,
+    num_tokens,
     short,
     typed,
 )
@@ -56,7 +57,7 @@ def openai_answer(line: LineRequest, result: RequestOutput, model: str, num_top:
     """The output record of a finished line. `num_top`: how many likeliest tokens it asked for at each position."""
     name = _hash(line.number, str(line.id))
     is_chat = line.form == "chat.completion"
-    prompt, completion = len(result.prompt_token_ids), sum(len(output.token_ids) for output in result.outputs)
+    prompt, completion = len(result.prompt_token_ids), num_tokens(result)
     body = {
         "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{name}",
         "object": line.form,

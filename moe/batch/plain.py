@@ -14,6 +14,7 @@ from moe.batch.protocol import (
     check_messages,
     check_token_ids,
     json_logprob,
+    num_tokens,
     typed,
 )
 from moe.engine.request import CompletionOutput, RequestOutput, TokenLogprobs
@@ -31,32 +32,39 @@ def plain_id(number: int, record: dict[str, Any]) -> LineId:
 def parse_plain(number: int, record: dict[str, Any]) -> LineRequest:
     """Understand one plain record. LineError says what is wrong with it."""
     check_known(record, PLAIN_FIELDS)
-    given = [name for name in SOURCES if record.get(name) is not None]
-    if len(given) != 1:
-        has = f"this line has {' and '.join(given)}" if given else "this line has none"
+    fields = {name: value for name, value in record.items() if value is not None}
+    sources = [name for name in SOURCES if name in fields]
+    if len(sources) != 1:
+        has = f"this line has {' and '.join(sources)}" if sources else "this line has none"
         raise LineError(f"exactly one of prompt, messages and prompt_token_ids is needed; {has}.")
-    sampling = {name: value for name, value in record.items() if name in SAMPLING_FIELDS}
-    line_id = plain_id(number, record)
-    if given == ["messages"]:
-        messages, chat = check_messages(record["messages"]), check_chat_options(record)
-        return LineRequest(number, line_id, "plain", sampling, messages=messages, chat=chat)
+    line, source = LineRequest(number, fields.pop("id", number), "plain", fields), sources[0]
+    value = fields.pop(source)
+    if source == "messages":
+        line.messages, line.chat = check_messages(value), check_chat_options(record)
+        for name in CHAT_FIELDS:
+            fields.pop(name, None)
+        return line
     for name in CHAT_FIELDS:
-        if record.get(name) is not None:
-            raise LineError(f"{name} belongs to messages; this line has {given[0]}.")
-    if given == ["prompt_token_ids"]:
-        ids = check_token_ids("prompt_token_ids", record["prompt_token_ids"])
-        return LineRequest(number, line_id, "plain", sampling, prompt_token_ids=ids)
-    return LineRequest(number, line_id, "plain", sampling, prompt=typed(record, "prompt", str, "a text"))
+        if name in fields:
+            raise LineError(f"{name} belongs to messages; this line has {source}.")
+    if source == "prompt":
+        line.prompt = typed(record, source, str, "a text")
+    else:
+        line.prompt_token_ids = check_token_ids(source, value)
+    return line
 
 
 def plain_answer(line: LineRequest, result: RequestOutput) -> dict[str, Any]:
     """The output record of a finished line. With n > 1 the samples stand in `outputs`, else at the top."""
     samples = [_sample(output) for output in result.outputs]
-    answer: dict[str, Any] = {"id": line.id, "line": line.number}
-    answer |= {"outputs": samples} if len(samples) > 1 else samples[0]
-    answer["prompt_tokens"] = len(result.prompt_token_ids)
-    answer["completion_tokens"] = sum(len(output.token_ids) for output in result.outputs)
-    answer["cached_tokens"] = result.num_cached_tokens
+    answer = {
+        "id": line.id,
+        "line": line.number,
+        **({"outputs": samples} if len(samples) > 1 else samples[0]),
+        "prompt_tokens": len(result.prompt_token_ids),
+        "completion_tokens": num_tokens(result),
+        "cached_tokens": result.num_cached_tokens,
+    }
     if result.prompt_logprobs is not None:
         answer["prompt_logprobs"] = [None if entry is None else _candidates(entry) for entry in result.prompt_logprobs]
     return answer
@@ -70,7 +78,7 @@ def plain_error(line_id: LineId, number: int, kind: str, message: str) -> dict[s
 def _sample(output: CompletionOutput) -> dict[str, Any]:
     sample: dict[str, Any] = {
         "text": output.text,
-        "token_ids": list(output.token_ids),
+        "token_ids": output.token_ids,
         "finish_reason": output.finish_reason,
         "stop_reason": output.stop_reason,
     }

@@ -11,16 +11,17 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
+import msgspec
+
 from configs.schema import SamplingConfig
+from moe.batch.lines import content_of
 from moe.engine import chat
-from moe.engine.request import SamplingParams, derive_seed
+from moe.engine.request import RequestOutput, SamplingParams, derive_seed
 
 LineId = Any  # any JSON value; it comes back as it went in
 # Stands for minus infinity, which JSON lacks; OpenAI's own value.
 LOWEST_LOGPROB = -9999.0
-KEPT_PARAMS, KEPT_CHARS = 256, 1000
-_PLAIN = frozenset((str, int, float, bool))
-_Key = tuple[tuple[type, ...], tuple[tuple[str, Any], ...]]
+KEPT_PARAMS, KEPT_BYTES = 256, 1000
 SAMPLING_FIELDS = frozenset(item.name for item in fields(SamplingParams))
 
 
@@ -38,11 +39,11 @@ class ChatOptions:
     continue_final_message: bool = False
 
 
-@dataclass(slots=True)  # never changed once made; frozen ones take three times as long to make
-class LineRequest:
+class LineRequest(msgspec.Struct, gc=False):  # made for each line of a job; JSON's values know no cycles
     """One line, understood: exactly one of prompt, prompt_token_ids and messages is set.
 
-    `fields` are the sampling parameters that the line itself sets, under SamplingParams' names; LineParams proves them.
+    `fields` are the sampling parameters that the line itself sets to more than null, under SamplingParams' names;
+    LineParams proves them.
     """
 
     number: int
@@ -67,31 +68,34 @@ class LineParams:
         self._job_seed = sampling.seed
         self._defaults = generation_defaults
         self._command_line = command_line_layer(sampling)
-        self._kept: dict[tuple[bool, _Key], SamplingParams] = {}
+        self._kept: tuple[dict[bytes, SamplingParams], ...] = ({}, {})  # of prompts, of chats
 
     def of(self, line: LineRequest) -> SamplingParams:
         """LineError where the line's own parameters do not go with the command line's."""
-        is_chat, key = line.messages is not None, _key_of(line.fields)
-        params = self._kept.get((is_chat, key)) if key is not None else None
+        is_chat, key = line.messages is not None, content_of(line.fields)
+        kept = self._kept[is_chat]
+        params = kept.get(key)
         if params is None:
-            params = self._resolve(line, is_chat)
-            if key is not None:
-                if len(self._kept) >= KEPT_PARAMS:
-                    self._kept.clear()
-                self._kept[is_chat, key] = params
-        return params if params.seed is not None else params.with_seed(line_seed(self._job_seed, line.id))
+            try:
+                layers = self._defaults if is_chat else {}, self._command_line, line.fields
+                params = SamplingParams.from_layers(*layers)
+            except (ValueError, TypeError) as error:
+                raise LineError(str(error)) from error
+            if len(key) <= KEPT_BYTES:
+                if len(kept) >= KEPT_PARAMS:
+                    kept.clear()
+                kept[key] = params
+        return params
 
-    def _resolve(self, line: LineRequest, is_chat: bool) -> SamplingParams:
-        try:
-            return SamplingParams.from_layers(self._defaults if is_chat else {}, self._command_line, line.fields)
-        except (ValueError, TypeError) as error:
-            raise LineError(str(error)) from error
+    def seed_of(self, line: LineRequest, params: SamplingParams) -> int:
+        """Of the line's first sample."""
+        return params.seed if params.seed is not None else line_seed(self._job_seed, line.id)
 
 
 def resolve_params(
     line: LineRequest, sampling: SamplingConfig, generation_defaults: Mapping[str, Any]
 ) -> SamplingParams:
-    """The parameters of one line; of many, see LineParams."""
+    """The parameters of one line without the seed that follows from its id; of many, see LineParams."""
     return LineParams(sampling, generation_defaults).of(line)
 
 
@@ -164,14 +168,9 @@ def check_chat_options(record: Mapping[str, Any]) -> ChatOptions:
     return ChatOptions(tools or None, kwargs, not continued if added is None else added, continued)
 
 
-def _key_of(values: dict[str, Any]) -> _Key | None:
-    """The values as a key, which tells 1 from 1.0 and true as equality does not; None where one is no plain value."""
-    kinds = tuple(map(type, values.values()))
-    if not _PLAIN.issuperset(kinds):
-        return None
-    if str in kinds and any(type(value) is str and len(value) > KEPT_CHARS for value in values.values()):
-        return None
-    return kinds, tuple(values.items())
+def num_tokens(result: RequestOutput) -> int:
+    """Tokens of all samples."""
+    return sum([len(output.token_ids) for output in result.outputs])
 
 
 def json_logprob(value: float) -> float:

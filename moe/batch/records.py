@@ -15,6 +15,7 @@ from moe.engine.request import RequestOutput
 
 # Kinds of error records: never sent to the model; failed there; took longer than job.line_timeout_s.
 INVALID, FAILED, TIMEOUT = "invalid_line", "request_failed", "timeout"
+ENDED = ("stop", "length")  # how a sample ends that is an answer
 # Of OpenAI records: clients send a line again after the last two, not after the first.
 BAD_REQUEST, SERVER_FAULT, TIMED_OUT = 400, 500, 504
 
@@ -59,10 +60,11 @@ def fault_of(result: RequestOutput) -> str | None:
     """Why a finished request has no answer; None where it has one."""
     if result.error is not None:
         return result.error
-    reasons = {output.finish_reason for output in result.outputs}
-    if reasons <= {"stop", "length"}:
-        return None
-    return f"the request ended with {', '.join(sorted(map(str, reasons)))}"
+    for output in result.outputs:
+        if output.finish_reason not in ENDED:
+            reasons = {str(each.finish_reason) for each in result.outputs}
+            return f"the request ended with {', '.join(sorted(reasons))}"
+    return None
 
 
 def error_of(record: dict[str, Any]) -> tuple[Any, str]:

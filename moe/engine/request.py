@@ -112,13 +112,6 @@ class SamplingParams:
             chosen.update({name: value for name, value in layer.items() if value is not None})
         return cls(**chosen)
 
-    def with_seed(self, seed: int) -> SamplingParams:
-        """The same params with another seed, which is known to be one; nothing is checked again."""
-        copy, values = object.__new__(SamplingParams), self.__dict__.copy()
-        values["seed"] = seed
-        object.__setattr__(copy, "__dict__", values)
-        return copy
-
     @property
     def greedy(self) -> bool:
         return self.temperature is not None and self.temperature < GREEDY_TEMPERATURE
@@ -191,12 +184,14 @@ class Request:
     prompt: str | None = None
     arrival: float = field(default_factory=time.monotonic)  # seconds on the monotonic clock
     job_seed: int = 0
+    seed: int | None = None  # over params.seed, so that requests which differ in it alone share their params
 
     def seed_of(self, index: int) -> int:
-        """The seed of sample `index`: params.seed itself for the first, derived for the rest; else from the job's."""
-        if self.params.seed is None:
+        """The seed of sample `index`: the request's itself for the first, derived for the rest; else from the job's."""
+        seed = self.params.seed if self.seed is None else self.seed
+        if seed is None:
             return derive_seed(self.job_seed, self.request_id, index)
-        return self.params.seed if index == 0 else derive_seed(self.params.seed, index)
+        return seed if index == 0 else derive_seed(seed, index)
 
 
 def digest_of(prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]) -> str:
