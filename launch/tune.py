@@ -4,9 +4,9 @@ For each layer shape and number of tokens, both products: every candidate once b
 own choice interleaved, by graph replay over rotating operands. Compiling is most of the work, so worker processes fill
 Triton's cache first, side by side. `seconds` bounds the measuring of all points together; what did not fit is said.
 
-Knows tiles and what may fit a card; changes no rule. `write=true` puts what beats the rule into the card's table, which
-the kernels ask before the rule (kernels/tuned/: by device, experts, sizes and dtype); `result` is a file with all
-times.
+Knows operands and a clock; what is tried and what wins is tile_trials.py's. `write=true` puts what beats the rule into
+the card's table, which the kernels ask before the rule (kernels/tuned/: by device, experts, sizes and dtype); `result`
+is a file with all times.
 """
 
 from __future__ import annotations
@@ -17,9 +17,6 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass, field, replace
-from itertools import product
-from typing import Any, Literal
 
 import torch
 from rich.console import Console
@@ -27,110 +24,27 @@ from rich.table import Table
 from torch import Tensor
 
 from kernels.grouped_gemm import grouped_gemm_swiglu_triton, grouped_gemm_triton
-from kernels.tiles import (
-    TileConfig,
-    device_generation,
-    grouped_rule,
-    operation_name,
-    packs_rows,
-    read_table,
-    table_file,
-    tile_of_name,
-)
+from kernels.tiles import TileConfig, device_generation
 from launch.bench_layer import TOKENS, LayerBank, LayerOperands, LayerShape, experts_hit, layer_shape
-from launch.figure import number, short
+from launch.figure import number
 from launch.machine import machine_record
 from launch.replay import Call, time_variants
+from launch.tile_trials import (
+    Outcome,
+    Point,
+    Product,
+    as_dict,
+    candidates,
+    mean_rows,
+    num_products,
+    rule_tile,
+    tune_point,
+    write_table,
+)
 from launch.words import number_above_zero, output_file, positives, refuse, split_list
 
-Product = Literal["gemm1", "gemm2"]  # gate and up with SwiGLU; down
 PRODUCTS: tuple[Product, ...] = ("gemm1", "gemm2")
-SHARED_BYTES = 227 << 10  # of one program on a Hopper card
-FINALISTS = 4
-WORTH = 1.03
-"""A tile enters the table where the rule takes this many times as long: less is noise."""
 KEYS = ("shapes", "tokens", "products", "seconds", "workers", "commit", "result", "write")
-
-
-@dataclass(frozen=True)
-class Point:
-    """One product of one layer at one number of tokens. `rows`: of an expert that is hit, on average."""
-
-    shape: str
-    product: Product
-    num_tokens: int
-    rows: float
-
-
-@dataclass
-class Outcome:
-    """Seconds of each tile tried, then of the finalists; the tile of the rule is called `rule`."""
-
-    point: Point
-    screened: dict[TileConfig, float] = field(default_factory=dict)
-    final: dict[str, float] = field(default_factory=dict)
-    skipped: int = 0
-
-    @property
-    def best(self) -> str | None:
-        """The fastest of the finalists; the rule only if none beats it."""
-        return min(self.final, key=lambda name: self.final[name], default=None)
-
-    @property
-    def rule_over_best(self) -> float | None:
-        return self.final["rule"] / self.final[self.best] if self.best and "rule" in self.final else None
-
-
-def candidates(rows: float, num_products: int, generation: int) -> list[TileConfig]:
-    """Tiles worth trying for so many rows an expert: they fit shared memory and registers, and no warp idles.
-
-    Few rows: flat tiles of any depth. Many: large ones, in every form that the card has.
-    """
-    if rows <= 8:
-        sizes = product((16,), (32, 64, 128), (64, 128, 256), (4,), (3, 4, 6))
-    elif rows <= 96:
-        sizes = product((16, 32, 64), (64, 128), (64, 128), (4,), (3, 4))
-    else:
-        sizes = product((64, 128), (128, 256), (64,), (4, 8), (3, 4))
-    tiles = [TileConfig(m, n // num_products, k, warps, stages) for m, n, k, warps, stages in sizes]
-    if generation >= 9 and rows > 4:
-        tiles += [replace(tile, form="tma") for tile in tiles if tile.block_m * tile.block_n * num_products >= 32 * 128]
-    if generation == 9 and rows > 8:
-        sizes = product((64, 128), (64, 128, 256), (64, 128), (4,), (3, 4, 5, 6, 8))
-        tiles += [TileConfig(m, n // num_products, k, warps, stages, "specialized") for m, n, k, warps, stages in sizes]
-    return [tile for tile in tiles if tile.block_n >= 16 and fits(tile, num_products)]
-
-
-def fits(tile: TileConfig, num_products: int) -> bool:
-    """bf16 operands of all stages in shared memory, half of the results beside them; 4 to 128 fp32 sums a thread."""
-    sums = tile.block_m * tile.block_n * num_products
-    shared, threads = tile.shared_bytes(num_products), tile.num_warps * 32
-    if tile.form == "specialized":
-        shared += 2 * sums
-    return shared <= SHARED_BYTES and 4 <= sums / threads <= 128
-
-
-def tune_point(
-    point: Point,
-    tiles: Sequence[TileConfig],
-    rule: TileConfig,
-    time_tiles: Callable[[dict[str, TileConfig], float], dict[str, float]],
-    deadline: float,
-    clock: Callable[[], float] = time.monotonic,
-) -> Outcome:
-    """Screen the tiles until the deadline, then settle between the best and the rule's.
-
-    `time_tiles` gives the seconds of each named tile, measured together for so long.
-    """
-    outcome = Outcome(point)
-    for index, tile in enumerate(tiles):
-        if clock() > deadline:
-            outcome.skipped = len(tiles) - index
-            break
-        outcome.screened[tile] = time_tiles({"tile": tile}, 0.01)["tile"]
-    best = sorted(outcome.screened, key=lambda tile: outcome.screened[tile])[:FINALISTS]
-    outcome.final = time_tiles({tile.name: tile for tile in best} | {"rule": rule}, 0.15)
-    return outcome
 
 
 def product_calls(rotation: Sequence[LayerOperands], which: Product, tile: TileConfig) -> list[Call]:
@@ -248,70 +162,6 @@ class Tuner:
             return {name: timing.median for name, timing in timings.items()}
 
         return time_tiles
-
-
-def mean_rows(shape: LayerShape, num_tokens: int) -> float:
-    """Rows of an expert, of all of them: the sparse end is one row, whatever the mean."""
-    return max(1.0, num_tokens * shape.top_k / shape.num_experts)
-
-
-def num_products(which: Product) -> int:
-    """Weight matrices that a program multiplies at once."""
-    return 2 if which == "gemm1" else 1
-
-
-def rule_tile(shape: LayerShape, which: Product, num_tokens: int, generation: int) -> TileConfig:
-    """What the rule says, whatever the table does."""
-    num_rows, first = num_tokens * shape.top_k, which == "gemm1"
-    gathered = first and not packs_rows(num_rows, shape.num_experts, shape.width, generation)
-    products = num_products(which)
-    slot_bytes = 2 * products * shape.width * shape.hidden
-    return grouped_rule(
-        num_rows, shape.num_experts, generation, num_products=products, slot_bytes=slot_bytes, gathered=gathered
-    )
-
-
-Tuned = dict[str, dict[int, TileConfig]]
-"""operation -> total rows -> tile, as `kernels.tiles.read_table` gives it"""
-
-
-def updated_table(table: Tuned, outcomes: Sequence[Outcome]) -> Tuned:
-    """The table with each tile that beats the rule by WORTH, and without one where none does any more."""
-    table = {operation: dict(by_rows) for operation, by_rows in table.items()}
-    for outcome in outcomes:
-        shape, which = layer_shape(outcome.point.shape), outcome.point.product
-        columns, width = (shape.width, shape.hidden) if which == "gemm1" else (shape.hidden, shape.width)
-        operation = operation_name(shape.num_experts, columns, width, num_products(which), torch.bfloat16)
-        by_rows, num_rows = table.setdefault(operation, {}), outcome.point.num_tokens * shape.top_k
-        by_rows.pop(num_rows, None)
-        if outcome.best is not None and outcome.best != "rule" and (outcome.rule_over_best or 0) >= WORTH:
-            by_rows[num_rows] = tile_of_name(outcome.best)
-    return {operation: by_rows for operation, by_rows in table.items() if by_rows}
-
-
-def write_table(device_name: str, outcomes: Sequence[Outcome]) -> str:
-    """Brings the card's table in the package up to date; returns where it lies. OSError: it cannot be written there."""
-    path = table_file(device_name)
-    table = updated_table(read_table(device_name), outcomes)
-    text = {
-        operation: {str(rows): tile.name for rows, tile in sorted(by_rows.items())}
-        for operation, by_rows in sorted(table.items())
-    }
-    path.parent.mkdir(exist_ok=True)
-    path.write_text(json.dumps(text, indent=1) + "\n", encoding="utf-8")
-    return str(path)
-
-
-def as_dict(outcome: Outcome) -> dict[str, Any]:
-    """JSON-ready; microseconds."""
-    screened = sorted(outcome.screened.items(), key=lambda item: item[1])
-    return asdict(outcome.point) | {
-        "best": outcome.best,
-        "rule_over_best": None if outcome.rule_over_best is None else short(outcome.rule_over_best),
-        "final_us": {name: short(seconds * 1e6) for name, seconds in outcome.final.items()},
-        "screened_us": {tile.name: short(seconds * 1e6) for tile, seconds in screened},
-        "skipped": outcome.skipped,
-    }
 
 
 def print_outcomes(outcomes: Sequence[Outcome], console: Console) -> None:

@@ -9,7 +9,18 @@ from kernels import tiles
 from kernels.tiles import TileConfig
 from launch import tune
 from launch.bench_layer import LayerShape, layer_shape
-from launch.tune import Outcome, Point, as_dict, candidates, fits, mean_rows, tune_point, updated_table, write_table
+from launch.tile_trials import (
+    Outcome,
+    Point,
+    Product,
+    as_dict,
+    candidates,
+    fits,
+    mean_rows,
+    tune_point,
+    updated_table,
+    write_table,
+)
 
 POINT = Point("qwen3", "gemm1", 8, 1.2)
 RULE = TileConfig(16, 64, 32, 4, 2)
@@ -79,7 +90,7 @@ def test_the_table_keeps_what_beats_the_rule(tmp_path, monkeypatch: pytest.Monke
     monkeypatch.setattr(tiles, "TUNED_FOLDER", tmp_path / "tuned")
     first, second = "bfloat16 S128 N2x768 K2048", "bfloat16 S128 N2048 K768"
 
-    def outcome(product: tune.Product, num_tokens: int, **final: float) -> Outcome:
+    def outcome(product: Product, num_tokens: int, **final: float) -> Outcome:
         names = {"fast": TILES[0].name, "rule": "rule"}
         return Outcome(Point("qwen3", product, num_tokens, 1.0), final={names[k]: v for k, v in final.items()})
 
