@@ -22,6 +22,7 @@ from kv_cache.layout import KVLayout, LayerScales, Quantization
 from moe.engine.balance import check_files
 from moe.engine.forecast import Forecast, Subject, forecast
 from moe.engine.machine import Machine, find_machine
+from moe.engine.memory_plan import GIB
 from moe.engine.network import Network
 from moe.engine.tokenizer import Tokenizer
 from moe.engine.workspace import StepLimits
@@ -208,7 +209,8 @@ def load_parts(config: Config, ranks: Ranks | None = None) -> Parts:
         check_files(config.balance)  # the first rank writes them
     outline = outline_parts(config, resolve_device(config.engine.device) if ranks is None else ranks.device)
     opened = open_model(outline.folder, config.load_format, config.quantization, outline.device)
-    machine = find_machine(outline.device, ranks, asks_host=config.offload.regime != "off")
+    asks_host = config.offload.regime != "off" or outline.device.type == "cpu"
+    machine = find_machine(outline.device, ranks, asks_host=asks_host)
     if ranks is not None and ranks.everyone.size > 1:
         deep_ep = config.parallel.dispatcher == "deep_ep"
         machine = replace(machine, problems=dispatcher_problems(ranks.everyone, outline.device, deep_ep=deep_ep))
@@ -250,11 +252,25 @@ def _forecast(config: Config, outline: Outline, model: ModelConfig, machine: Mac
     planned = forecast(config, Subject(model, outline.dtype, outline.layout, limits), machine)
     if machine.total is not None and planned.weight_bytes + machine.other > machine.total:
         raise ValueError(planned.problem or "the weights exceed the GPU's memory")
+    if machine.total is None:
+        _check_host(planned, machine)
     if planned.offload is not None:
         logger.info("%s", planned.offload.words())
     elif config.offload.regime != "off":
         logger.info("offload.regime=%s: all experts have room on the device, and stay there", config.offload.regime)
     return planned
+
+
+def _check_host(planned: Forecast, machine: Machine) -> None:
+    """ValueError where the CPU's weights have no room: the kernel would end the process without a word."""
+    assert machine.host is not None, "the CPU's memory was not looked at"
+    each, available = planned.weight_bytes + planned.host_bytes, machine.host.available
+    if each * machine.ranks_here > available:
+        ranks = "" if machine.ranks_here == 1 else f" on each of {machine.ranks_here} ranks"
+        raise ValueError(
+            f"the weights take {each / GIB:.3f} GiB{ranks}, and {machine.host.source} leaves "
+            f"{available / GIB:.3f} GiB; use a machine with a GPU or more memory, a smaller model, or dtype=bfloat16."
+        )
 
 
 def _spread(config: Config, ranks: Ranks, machine: Machine) -> Spread:

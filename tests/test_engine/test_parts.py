@@ -14,9 +14,10 @@ import torch
 
 from configs.schema import BalanceConfig, CacheConfig, Config, EngineConfig, JobConfig
 from expert_parallel.dispatcher import LocalDispatcher
+from expert_parallel.host_memory import HostMemory
 from kv_cache.layout import LayerScales
 from moe.engine import balance as balance_module
-from moe.engine import parts
+from moe.engine import machine, parts
 from moe.engine.engine import Engine
 from moe.model.families.registry import read_config
 from moe.model.hub import resolve_model
@@ -66,6 +67,20 @@ def test_a_cache_dtype_that_cannot_be_is_refused_before_the_weights(no_weights: 
     with pytest.raises(ValueError, match=r"cache\.dtype='float16' differs from the model's float32"):
         parts.load_parts(config)
     assert not no_weights
+
+
+def test_weights_that_the_hosts_memory_cannot_hold_are_refused_on_the_cpu(
+    no_weights: list[object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without that the kernel kills the process while it loads, and says nothing."""
+    host = HostMemory(8 << 20, "MemAvailable of /proc/meminfo")
+    monkeypatch.setattr(machine, "read_host_memory", lambda: host)
+    text = r"the weights take 0\.010 GiB, and MemAvailable of /proc/meminfo leaves 0\.008 GiB; use a machine with a GPU"
+    with pytest.raises(ValueError, match=text):
+        parts.load_parts(Config(dtype="float32", engine=EngineConfig(device="cpu")))
+    assert not no_weights
+    parts.load_parts(Config(dtype="bfloat16", engine=EngineConfig(device="cpu")))  # half of it has room
+    assert no_weights
 
 
 @pytest.mark.parametrize("key", ["profile", "load_file"])
