@@ -14,9 +14,7 @@ multi-token-prediction layers that the config declares, which sit behind the las
 
 from __future__ import annotations
 
-import difflib
 import logging
-import re
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -31,31 +29,19 @@ from safetensors import safe_open
 from torch import Tensor
 
 from kernels.quantize import FP8, GROUP
-from moe.model.cache_scales import is_cache_scale
 from moe.model.config import ModelConfig
 from moe.model.families.registry import weight_table
 from moe.model.families.weight_rule import WeightRule
 from moe.model.fill_count import FillCount
-from moe.model.fp8_blocks import (
-    EXPONENT_SCALE_DTYPES,
-    PLAIN_SCALE_DTYPES,
-    dequantize,
-    expert_blocks,
-    scale_grid,
-    scale_values,
-)
+from moe.model.fp8_blocks import dequantize, expert_blocks, scale_values
+from moe.model.header_faults import FP8_DTYPE, name_faults, tensor_faults
 from moe.model.parameter_shapes import is_expert_parameter, parameter_shapes, scale_name
 from moe.model.slot_experts import Places, SlotExperts
 from moe.model.weight_files import WeightFiles, listed
 
 logger = logging.getLogger(__name__)
 
-FP8_DTYPE = "F8_E4M3"
-_WEIGHT_DTYPES = ("F32", "BF16", "F16")
-_SCALE_DTYPES = PLAIN_SCALE_DTYPES + EXPONENT_SCALE_DTYPES
 _MAX_READERS = 8  # files read side by side
-_MAX_NEAR_SEARCH = 2000  # unused names beyond which near names are not looked for: it takes quadratic time
-_LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 Progress = Callable[[int, int], None]
 """Called with (bytes read, bytes this rank reads in all), from one thread at a time."""
@@ -85,7 +71,7 @@ class Checkpoint:
         stacked = weight_table(config, "stacked")
         is_stacked = any(rule.stacked and rule.source in files.tensors for rule in stacked)
         rules = stacked if is_stacked else weight_table(config, "per_expert")
-        faults = _name_faults(config, files, rules) + _tensor_faults(config, files, rules)
+        faults = name_faults(config, files, rules) + tensor_faults(config, files, rules)
         if faults:
             raise ValueError("\n  ".join([f"{folder}: the weights do not fit config.json ({config.family}):", *faults]))
         return cls(config, files, rules)
@@ -299,82 +285,3 @@ class _Meter:
             self.done += num_bytes
             if self._progress is not None:
                 self._progress(self.done, self._total)
-
-
-def _name_faults(config: ModelConfig, files: WeightFiles, rules: tuple[WeightRule, ...]) -> list[str]:
-    """Parameters without a tensor, tensors without a parameter."""
-    wanted = {rule.source: rule.target for rule in rules}
-    scales = {
-        rule.scale_source
-        for rule in rules
-        if rule.source in files.tensors and files.tensors[rule.source].entry.dtype == FP8_DTYPE
-    }
-    missing = {name: target for name, target in wanted.items() if name not in files.tensors}
-    unused = [
-        name for name in files.tensors if name not in wanted and name not in scales and not _may_be_unused(name, config)
-    ]
-    near = unused if len(unused) <= _MAX_NEAR_SEARCH else []
-    faults: list[str] = []
-    if missing:
-        lines = [f"{name} -> {target}" for name, target in missing.items()]
-        faults.append(f"parameters not filled ({len(missing)}): {listed(lines)}")
-    if unused:
-        faults.append(f"tensors not used ({len(unused)}): {listed(sorted(unused))}")
-    for name in list(missing)[:5]:
-        for candidate in difflib.get_close_matches(name, near, n=1, cutoff=0.85):
-            faults.append(f"is {candidate} meant to be {name}?")
-    if "lm_head.weight" in missing:
-        faults.append(
-            "lm_head.weight is missing while tie_word_embeddings is false: if this model's head is its embedding, "
-            "set tie_word_embeddings to true in config.json; else fetch the missing tensor."
-        )
-    return faults
-
-
-def _may_be_unused(name: str, config: ModelConfig) -> bool:
-    """The allow-list: rope tables of old files, the cache's scales, declared MTP layers, the head of a tied model."""
-    if name.endswith("rotary_emb.inv_freq") or is_cache_scale(name):
-        return True
-    if name == "lm_head.weight" and config.tie_embeddings:
-        return True
-    layer = _LAYER.match(name)
-    return layer is not None and 0 <= int(layer[1]) - config.num_layers < config.num_mtp_layers
-
-
-def _tensor_faults(config: ModelConfig, files: WeightFiles, rules: tuple[WeightRule, ...]) -> list[str]:
-    """Wrong shapes, dtypes that cannot be read, and fp8 weights whose scales are missing or do not fit."""
-    shapes: list[str] = []
-    dtypes: list[str] = []
-    scales: list[str] = []
-    for rule in rules:
-        stored = files.tensors.get(rule.source)
-        if stored is None:
-            continue
-        entry = stored.entry
-        if entry.shape != rule.shape:
-            shapes.append(f"{rule.source} in {stored.file.name} is {list(entry.shape)}, expected {list(rule.shape)}")
-        elif entry.dtype == FP8_DTYPE and config.fp8_block is not None and len(rule.shape) > 1:
-            scales.extend(_scale_faults(rule, files, config.fp8_block))
-        elif entry.dtype not in _WEIGHT_DTYPES:
-            dtypes.append(f"{rule.source} in {stored.file.name} is {entry.dtype}")
-    faults: list[str] = []
-    if shapes:
-        faults.append(f"wrong shapes ({len(shapes)}): {listed(shapes)}")
-    if dtypes:
-        known = f"{', '.join(_WEIGHT_DTYPES)}, and {FP8_DTYPE} where quantization_config declares fp8 blocks"
-        faults.append(f"dtypes that cannot be loaded ({len(dtypes)}): {listed(dtypes)}; known: {known}")
-    if scales:
-        faults.append(f"fp8 scales ({len(scales)}): {listed(scales)}")
-    return faults
-
-
-def _scale_faults(rule: WeightRule, files: WeightFiles, block: tuple[int, int]) -> list[str]:
-    stored, grid = files.tensors.get(rule.scale_source), scale_grid(rule.shape, block)
-    if stored is None:
-        return [f"{rule.scale_source} is missing"]
-    if stored.entry.shape != grid:
-        shape = list(stored.entry.shape)
-        return [f"{rule.scale_source} is {shape}, expected {list(grid)} for blocks of {list(block)}"]
-    if stored.entry.dtype not in _SCALE_DTYPES:
-        return [f"{rule.scale_source} is {stored.entry.dtype}, known: {', '.join(_SCALE_DTYPES)}"]
-    return []
