@@ -28,7 +28,7 @@ from expert_parallel.group import Ranks
 from kv_cache.pool import KVPool
 from kv_cache.prefix_cache import PrefixCache
 from moe.engine.agreement import Alone, InStep, Together
-from moe.engine.answer import Answer, logits_fault, rejection
+from moe.engine.answers import Answers
 from moe.engine.balance import Balance, make_mover
 from moe.engine.cuda_graphs import DecodeGraphs
 from moe.engine.in_flight import InFlight
@@ -40,9 +40,7 @@ from moe.engine.request import Request, RequestOutput
 from moe.engine.runner import Runner
 from moe.engine.sampler import Sampler
 from moe.engine.scheduler import Schedule, Scheduler
-from moe.engine.sequence import Status
 from moe.engine.stats import EngineStats
-from moe.engine.tokenizer import truncate_prompt
 from moe.engine.watchdog import Watchdog
 from router.load import LoadCounter, balancedness
 
@@ -102,7 +100,6 @@ class Engine:
             prefill_chunk=engine.prefill_chunk,
             force_preempt_every=engine.force_preempt_every,
         )
-        self.intake = Intake(parts, self.plan, self.cache)
         self.graphs = None
         if use_graphs:
             self.graphs = DecodeGraphs(
@@ -133,8 +130,8 @@ class Engine:
         self.expects_more = False
         self.stop_wanted = self.stopped = 0
         self.joined = False
-        self._answers: dict[str, Answer] = {}
-        self._ready: list[RequestOutput] = []
+        self.intake = Intake(parts, self.plan, self.cache)
+        self._answers = Answers(self.intake, self.scheduler, self.runner, self.stats)
         self._failure: StepError | None = None
         self._in_flight: InFlight | None = None
         self._stage, self._step_ids = IDLE, []
@@ -142,7 +139,7 @@ class Engine:
     @property
     def has_unfinished(self) -> bool:
         """Whether `step` has work or finished answers to hand out."""
-        return bool(self._ready) or self.scheduler.has_unfinished or self.joined
+        return self._answers.any_ready or self.scheduler.has_unfinished or self.joined
 
     @property
     def num_unfinished(self) -> int:
@@ -169,32 +166,11 @@ class Engine:
         """
         if self._failure is not None:
             raise self._failure
-        if request.request_id in self._answers:
-            raise ValueError(f"request_id={request.request_id!r} is already being answered; ids must be unique.")
-        prompt_ids = truncate_prompt(request.prompt_token_ids, request.params.truncate_prompt_tokens)
-        try:
-            max_tokens = self.intake.max_tokens(request, prompt_ids)
-        except ValueError as error:
-            self._count_end(failed=True)
-            self._ready.append(rejection(request, prompt_ids, str(error)))
-            return
-        answer = self.intake.answer(request, prompt_ids, max_tokens, stream=stream)
-        for sample in answer.samples:
-            self.scheduler.add(sample.sequence)
-        self._answers[request.request_id] = answer
-        self.stats.prompt_tokens += len(prompt_ids)
+        self._answers.add(request, stream=stream)
 
     def abort(self, request_id: str) -> bool:
         """End a request in whatever state it is; the next step hands out what it had. False: not known, or ended."""
-        answer = self._answers.get(request_id)
-        if answer is None:
-            return False
-        for sample in answer.samples:
-            if sample.finish_reason is None:
-                sample.end("abort")
-        self._close(answer)
-        self._ready.append(answer.output())
-        return True
+        return self._answers.abort(request_id)
 
     def step(self) -> list[RequestOutput]:
         """Take one step further and return the answers that ended, and those that changed and are streamed.
@@ -203,7 +179,7 @@ class Engine:
         """
         if self._failure is not None:
             raise self._failure
-        outputs, self._ready = self._ready, []
+        outputs = self._answers.take_ready()
         if not self.scheduler.has_unfinished and not self.joined:
             return outputs
         started = time.perf_counter()
@@ -264,7 +240,7 @@ class Engine:
     def _launch(self) -> InFlight | None:
         """Schedule a step and start it. None: nothing can be done here before tokens in flight are known, or at all."""
         try:
-            self._enter("schedule", list(self._answers))
+            self._enter("schedule", self._answers.request_ids)
             schedule = self.scheduler.schedule(more_to_come=self.expects_more)
             self._enter("agree")
             agreed = self.in_step.agree(
@@ -305,87 +281,14 @@ class Engine:
         return StepError(self._stage, self._step_ids, error)
 
     def _accept(self, step: InFlight) -> list[RequestOutput]:
-        """Wait for a step, give each token to its answer, and return what is to be handed out."""
+        """Wait for a step, have its tokens given to their answers, and return what is to be handed out."""
         self._wait(step)
         try:
             self._enter("detokenize")
             self._count_step(step.schedule)
-            changed = self._accept_tokens(step)
+            return self._answers.accept(step)
         except Exception as error:
             raise self._failed(error) from error
-        for answer in changed:
-            if answer.finished:
-                self._close(answer)
-        return [answer.output() for answer in changed]
-
-    def _accept_tokens(self, step: InFlight) -> list[Answer]:
-        """The answers that ended, and those that are streamed, in order."""
-        for rows in step.prompts:
-            sequence = rows.chunk.sequence
-            if sequence.num_prompt_rows < rows.chunk.end or sequence.finished:
-                continue  # it gave way meanwhile, and its prompt is computed again
-            if rows.chunk.start == 0:
-                sequence.prompt_logprobs.append(None)
-            sequence.prompt_logprobs += self.runner.prompt_records(rows)
-        ids, logprobs = step.token_ids(), step.logprobs()
-        changed: dict[str, Answer] = {}
-        now = time.monotonic()
-        befores: dict[float | None, int] = {}  # rows by the time of their token before: a few times for all rows
-        for row, (sequence, token_id) in enumerate(zip(step.schedule.sampled, ids, strict=True)):
-            if sequence.status is Status.FINISHED:
-                continue  # it ended at the token before, or was aborted
-            answer = self._answers[sequence.request.request_id]
-            sample = answer.samples[sequence.index]
-            fault = logits_fault(sequence, token_id) if token_id < 0 or not sequence.output_ids else None
-            if fault is not None:
-                self._fail(answer, fault, forget=True)
-            else:
-                try:
-                    self.scheduler.receive(sequence, token_id)
-                    sample.accept(token_id, self.runner.with_texts(logprobs[row]) if logprobs is not None else None)
-                    self.stats.output_tokens += 1
-                    before, sample.token_at = sample.token_at, now
-                    befores[before] = befores.get(before, 0) + 1
-                except Exception as error:
-                    logger.exception("request %s failed", answer.request.request_id)
-                    self._fail(answer, f"{type(error).__name__}: {error}")
-                if not answer.has_token and answer.error is None:
-                    answer.has_token = True
-                    self.stats.ttft_seconds.append(now - answer.request.arrival)
-                    self.stats.latencies.first_token.add(now - answer.request.arrival)
-            if sample.finish_reason is not None or answer.streamed:
-                changed[answer.request.request_id] = answer
-                if sample.finish_reason is not None:
-                    self.scheduler.finish(sequence)
-        for before, num_rows in befores.items():
-            if before is not None:
-                self.stats.latencies.between_tokens.add(now - before, num_rows)
-        return [answer for answer in changed.values() if answer.streamed or answer.finished]
-
-    def _fail(self, answer: Answer, error: str, *, forget: bool = False) -> None:
-        """One sample's fault ends the whole request; samples that had ended keep their ending.
-
-        `forget`: its cache may hold NaN and is not to be found by others.
-        """
-        answer.error = error
-        for sample in answer.samples:
-            if sample.finish_reason is None:
-                sample.fail()
-            self.scheduler.finish(sample.sequence, forget=forget)
-
-    def _close(self, answer: Answer) -> None:
-        """The one way out of the engine, whatever the ending."""
-        for sample in answer.samples:
-            self.scheduler.finish(sample.sequence)
-        del self._answers[answer.request.request_id]
-        self.stats.cached_tokens += sum(sample.sequence.num_cached for sample in answer.samples)
-        if answer.error is None and answer.has_token:
-            self.stats.latencies.answer.add(time.monotonic() - answer.request.arrival)
-        self._count_end(failed=answer.error is not None)
-
-    def _count_end(self, *, failed: bool) -> None:
-        self.stats.requests += 1
-        self.stats.failed_requests += failed
 
     def _count_step(self, schedule: Schedule) -> None:
         """Steps count when they are accepted. One whose requests have all ended meanwhile never is."""

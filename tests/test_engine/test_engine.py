@@ -391,7 +391,7 @@ def test_a_fault_of_one_text_ends_that_request(parts: Parts, engines: Any) -> No
         engine.add_request(
             Request(name, prompt_of(9), SamplingParams(max_tokens=8, n=2 if name == "bad" else 1, **GREEDY))
         )
-    stream = engine._answers["bad"].samples[1].stream
+    stream = engine._answers._open["bad"].samples[1].stream
     assert stream is not None
     stream.push = lambda token_id: 1 // 0  # pyright: ignore
     outputs = drain(engine)

@@ -43,8 +43,7 @@ def test_the_engine_finds_what_was_planned(
 ) -> None:
     """Weights, cache and host memory to the byte; on the CPU steps are not measured."""
     with caplog.at_level(logging.INFO), LLM(config=config(model, quantization=quantization, **offload)) as llm:
-        assert llm._engine is not None
-        planned, found = llm._engine.parts.forecast, llm.memory_plan
+        planned, found = llm.engine.parts.forecast, llm.memory_plan
     assert planned is not None and planned.plan is not None
     assert planned.weight_bytes == found.weight_bytes and planned.plan.kv_bytes == found.kv_bytes
     assert planned.host_bytes == found.host_bytes and (found.host_bytes > 0) == bool(offload)
@@ -55,7 +54,7 @@ def test_the_engine_finds_what_was_planned(
 
 def test_what_has_room_stays_on_the_device(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO), LLM(config=config(regime="stream", slots_per_layer=8)) as llm:
-        assert llm._engine is not None and llm._engine.parts.offload is None
+        assert llm.engine.parts.offload is None
     assert "offload.regime=stream: all experts have room on the device, and stay there" in caplog.text
 
 
@@ -248,8 +247,7 @@ def test_a_gpu_takes_what_was_planned(offload: dict[str, Any]) -> None:
         offload=OffloadConfig(**offload),
     )
     with LLM(config=settings) as llm:
-        assert llm._engine is not None
-        found, actual = llm._engine.parts.forecast, llm.memory_plan
+        found, actual = llm.engine.parts.forecast, llm.memory_plan
     assert found is not None and found.weight_bytes == actual.weight_bytes
     assert found.workspace.num_bytes == pytest.approx(actual.workspace_bytes, rel=0.05)
     assert found.host_bytes == pytest.approx(actual.host_bytes, rel=0.02) and not found.misses(actual)
