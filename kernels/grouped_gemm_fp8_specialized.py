@@ -23,7 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warp
 from kernels.checks import cdiv
 from kernels.grouped_gemm_specialized import advance, descriptor, launch_options, write_rows
 from kernels.quantize import GROUP, Quantized, QuantizedBlocks
-from kernels.row_tiles import most_row_tiles, slot_step, tile_of_program
+from kernels.row_tiles import even_tile, most_row_tiles, slot_step
 from kernels.tiles import num_multiprocessors
 
 
@@ -59,9 +59,8 @@ def _produce(x_desc, w_desc, rows, num_columns, width, buffers, TILE: gl.constex
     step = program * 0
     slot, passed, start, end = advance(offsets_ptr, step, step, program, num_slots, tiles_n, TILE[3], BLOCK_M)
     while slot < num_slots:
-        tile_m, tile_n = tile_of_program(program - passed, (end - start + BLOCK_M - 1) // BLOCK_M, tiles_n, TILE[2])
-        first_row = start + tile_m * BLOCK_M
-        used = min((end - first_row + 63) // 64, GROUPS)
+        first_row, used, tile_n = even_tile(program - passed, slot, end - start, tiles_n, GROUPS, TILE[2])
+        first_row += start
         w_row = slot * PARTS * num_columns + tile_n * BLOCK_N
         for first in range(0, width, 128):
             stage = step % STAGES
@@ -144,9 +143,9 @@ def _consume(rows, out, scales, width, buffers, TILE: gl.constexpr, GROUP: gl.co
     step = program * 0
     slot, passed, start, end = advance(offsets_ptr, step, step, program, num_slots, tiles_n, TILE[3], BLOCK_M)
     while slot < num_slots:
-        tile_m, tile_n = tile_of_program(program - passed, (end - start + BLOCK_M - 1) // BLOCK_M, tiles_n, TILE[2])
-        first_row = start + tile_m * BLOCK_M + GROUP * 64
-        if first_row < end:
+        first_row, used, tile_n = even_tile(program - passed, slot, end - start, tiles_n, TILE[0], TILE[2])
+        first_row += start + GROUP * 64
+        if used > GROUP:
             place = (first_row, end, tile_n * BLOCK_N, slot)
             step = _tile(place, out, scales, width, buffers, step, TILE, GROUP)
         else:

@@ -38,6 +38,23 @@ def tile_of_program(program, tiles_m, tiles_n, GROUP_M: tl.constexpr):
     return first_m + (program % per_group) % rows, (program % per_group) // rows
 
 
+@triton.jit
+def even_tile(tile, slot, num_rows, tiles_n, GROUPS: tl.constexpr, GROUP_M: tl.constexpr):
+    """(first row, groups of 64 rows, column tile) of a slot's tile of up to GROUPS groups, each of 64 rows.
+
+    The row tiles share the slot's groups evenly: one group alone has as many weights to wait for as three. And tiles
+    are turned by the slot's number: else, of slots with equally many row tiles, the smaller ones would all fall to the
+    same programs, where the number of programs is a multiple of theirs. Measured on an H200, fp8 layers with 192-row
+    tiles, us, tiles filled one after another / so: dsv3-ep8 4096 tokens 3575 / 3503, 16384 13589 / 13232; qwen3 4096
+    (256 rows a slot) 675 / 603, 16384 1925 / 1929; mixtral 4096 3256 / 3278.
+    """
+    groups = (num_rows + 63) // 64
+    tiles_m = (groups + GROUPS - 1) // GROUPS
+    tile_m, tile_n = tile_of_program((tile + slot) % (tiles_m * tiles_n), tiles_m, tiles_n, GROUP_M)  # pyright: ignore
+    before = groups * tile_m // tiles_m
+    return before * 64, groups * (tile_m + 1) // tiles_m - before, tile_n
+
+
 def check_offsets(offsets_S1: Tensor, num_slots: int) -> None:
     """AssertionError unless these are the offsets or ranges of so many slots."""
     assert_shape("offsets_S1", offsets_S1, (num_slots + 1,) if slot_step(offsets_S1) == 1 else (num_slots, 2))

@@ -15,7 +15,7 @@ import triton.language as tl
 
 from kernels import row_tiles
 from kernels.checks import cdiv, next_power_of_2
-from kernels.row_tiles import most_row_tiles, slot_of_program, tile_of_program, tiles_until_slot
+from kernels.row_tiles import even_tile, most_row_tiles, slot_of_program, tile_of_program, tiles_until_slot
 
 
 def splits(num_rows: int, num_slots: int) -> Iterator[tuple[int, ...]]:
@@ -73,3 +73,28 @@ def test_every_tile_has_one_owner_slot_by_slot(backend, counts, tiles_n):
         (s, m, n) for s, count in enumerate(counts) for m in range(cdiv(count, block_m)) for n in range(tiles_n)
     ]
     assert sorted(found) == expected and [slot for slot, _, _ in found] == [slot for slot, _, _ in expected]
+
+
+@triton.jit
+def _even_kernel(out_ptr, slot, num_rows, tiles_n, GROUPS: tl.constexpr, GROUP_M: tl.constexpr):
+    """out int32 [tiles, 3]: first row, groups, column tile."""
+    tile = tl.program_id(0)
+    first_row, groups, tile_n = even_tile(tile, slot, num_rows, tiles_n, GROUPS, GROUP_M)  # pyright: ignore
+    tl.store(out_ptr + tile * 3, first_row)
+    tl.store(out_ptr + tile * 3 + 1, groups)
+    tl.store(out_ptr + tile * 3 + 2, tile_n)
+
+
+@pytest.mark.parametrize(("num_rows", "groups"), [(1, [1]), (192, [3]), (193, [2, 2]), (1024, [2, 3, 3, 2, 3, 3])])
+def test_row_tiles_share_the_groups_of_a_slot_evenly(backend, num_rows, groups):
+    """Each group of each column once; the next slot begins with the next tile."""
+    if backend.dtype != torch.float32:
+        pytest.skip("no data of the model's dtype here")
+    tiles_n, found = 3, []
+    for slot in (0, 1):
+        out = torch.full((len(groups) * tiles_n, 3), -1, dtype=torch.int32, device=backend.device)
+        _even_kernel[(out.shape[0],)](out, slot, num_rows, tiles_n, GROUPS=3, GROUP_M=8)
+        found.append([tuple(tile) for tile in out.tolist()])
+    firsts = [64 * sum(groups[:m]) for m in range(len(groups))]
+    assert found[0] == [(first, few, n) for n in range(tiles_n) for first, few in zip(firsts, groups)]
+    assert found[1] == found[0][1:] + found[0][:1]
