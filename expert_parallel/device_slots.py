@@ -24,6 +24,7 @@ from torch import Tensor
 from expert_parallel.copy_engine import CopyFigures
 from expert_parallel.held_slots import SlotFigures
 from expert_parallel.slot_buffer import Bundle
+from kernels.checks import cdiv
 from kernels.fetch_bundles import MOST_TENSORS, fetch_bundles, flat_rows, num_pieces
 from kernels.slot_places import COUNTS, STAMPS, STAMPS_AT, TIMES, Places, guess_ahead, numbers_length, place_slots
 
@@ -51,10 +52,9 @@ class DeviceSlots:
         self.num_slots, self.num_places = num_slots, first[0].shape[0]
         self.bundle_bytes = sum(tensor[0].nbytes for tensor in first)
         device = first[0].device
-        size = numbers_length(num_slots, self.num_places)
-        self._numbers_LX = torch.zeros((len(held), size), dtype=torch.int32, device=device)
-        self._shares_LS1 = torch.zeros((len(held), num_slots + 1), device=device)
-        self._counts_LX = torch.zeros((len(held), STAMPS_AT + len(STAMPS)), dtype=torch.int64, device=device)
+        self._numbers_LX = _rows(len(held), numbers_length(num_slots, self.num_places), torch.int32, device)
+        self._shares_LS1 = _rows(len(held), num_slots + 1, torch.float32, device)
+        self._counts_LX = _rows(len(held), STAMPS_AT + len(STAMPS), torch.int64, device)
         self._shares_LS1[:, -1] = 1.0  # before anything is known a guess counts as right, and no slot as used
         self._layers: dict[int, _Layer] = {}
         for at, (layer, tensors) in enumerate(held.items()):
@@ -186,3 +186,9 @@ class DeviceSlots:
     def _wait(self, event: torch.cuda.Event | None) -> None:
         if event is not None and self._side is not None:
             torch.cuda.current_stream(self._side.device).wait_event(event)
+
+
+def _rows(number: int, length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros [number, length], each row on 16 bytes: kernels that take one are compiled anew where it lies otherwise."""
+    multiple = 16 // dtype.itemsize
+    return torch.zeros((number, cdiv(length, multiple) * multiple), dtype=dtype, device=device)[:, :length]

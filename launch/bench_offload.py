@@ -34,6 +34,9 @@ from moe.engine.request import Request, SamplingParams
 from moe.model.offloaded_experts import Offload
 
 SKIPPED = 2  # steps: one is on its way, under what was before, and the next one's first copies follow it
+# Reading the counters may wait for the device, and then no step is on its way: the next one is launched while nothing
+# runs, and only the arrival of the one behind it is a whole step later.
+UNTIMED = 2
 LINK_BYTES = 1 << 30  # of one copy that the link's rate is taken from
 DUE = 1.25  # measured stall over its bound, at most
 
@@ -41,7 +44,7 @@ DUE = 1.25  # measured stall over its bound, at most
 @dataclass(frozen=True)
 class Steps:
     """Steps of decoding in a row. `times`: of each, from arrival to arrival. `counts`: what offload counted meanwhile,
-    and in the step before them: reading it may wait for the device, which shall not fall into the times."""
+    and in the UNTIMED steps before them."""
 
     times: tuple[float, ...]
     tokens: int
@@ -54,7 +57,7 @@ class Steps:
 
     def each(self, name: str) -> float:
         """A count of one step."""
-        return self.counts[name] / (len(self.times) + 1)
+        return self.counts[name] / (len(self.times) + UNTIMED)
 
     def share(self, name: str, *others: str) -> float | None:
         """A count's part of itself and others, in percent."""
@@ -86,7 +89,8 @@ class Decoding:
         for _ in range(skip):
             self._step()
         stats, before = self.engine.stats, _counts(self.engine)
-        self._step()
+        for _ in range(UNTIMED):
+            self._step()
         tokens, arrived, times = stats.output_tokens, time.perf_counter(), []
         for _ in range(num_steps):
             self._step()
