@@ -5,7 +5,7 @@ the sum has the same bits wherever the experts live.
 """
 
 # Launch options such as num_warps are no parameters of a kernel.
-# pyright: reportCallIssue=false
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from kernels.checks import (
     uses_triton,
 )
 from kernels.dependent_launch import dependent_launch, wait_for_inputs
-from kernels.rmsnorm import norm_tile, rms_apply, rms_scale, rmsnorm_residual_reference
+from kernels.rmsnorm import add_residual, norm_tile, rms_apply, rms_scale, rmsnorm_residual_reference
 
 
 def combine(y_RD: Tensor, packed_row_TK: Tensor, weights_TK: Tensor) -> Tensor:
@@ -60,26 +60,35 @@ UNROLLED = tl.constexpr(16)
 
 
 @triton.jit
-def _add_expert(total, y_ptr, row_ptr, weights_ptr, choice, in_batch, d, num_columns, stride_y):
-    """total + the weighted columns d of the row of one choice (an index into [T, K], or a column of them)."""
-    row = tl.load(row_ptr + choice, mask=in_batch, other=-1)
-    here = row >= 0
-    weight = tl.load(weights_ptr + choice, mask=here, other=0.0)
-    y = tl.load(y_ptr + row.to(tl.int64) * stride_y + d, mask=here & (d < num_columns), other=0.0)
-    return total + weight * y.to(tl.float32)
+def _choices(row_ptr, weights_ptr, first, in_batch, NUMBER: tl.constexpr):
+    """(rows, weights) of NUMBER choices from `first` on (an index into [T, K], or a column of them), as tuples."""
+    rows, weights = (), ()
+    for k in tl.static_range(NUMBER):
+        rows += (tl.load(row_ptr + first + k, mask=in_batch, other=-1),)
+        weights += (tl.load(weights_ptr + first + k, mask=in_batch, other=0.0),)
+    return rows, weights
+
+
+@triton.jit
+def _add_chosen(total, y_ptr, rows, weights, d, num_columns, stride_y, NUMBER: tl.constexpr):
+    """total + the weighted columns d of these rows, in their order."""
+    for k in tl.static_range(NUMBER):
+        here = rows[k] >= 0
+        y = tl.load(y_ptr + rows[k].to(tl.int64) * stride_y + d, mask=here & (d < num_columns), other=0.0)
+        total += tl.where(here, weights[k], 0.0) * y.to(tl.float32)
+    return total
 
 
 @triton.jit
 def add_experts(total, y_ptr, row_ptr, weights_ptr, token, in_batch, d, num_columns, stride_y, TOP_K: tl.constexpr):
     """total + the weighted columns d of all rows of a token, k ascending."""
     if TOP_K <= UNROLLED:
-        for k in tl.static_range(TOP_K):  # pyright: ignore
-            choice = token * TOP_K + k
-            total = _add_expert(total, y_ptr, row_ptr, weights_ptr, choice, in_batch, d, num_columns, stride_y)
+        rows, weights = _choices(row_ptr, weights_ptr, token * TOP_K, in_batch, TOP_K)
+        total = _add_chosen(total, y_ptr, rows, weights, d, num_columns, stride_y, TOP_K)
     else:
         for k in range(TOP_K):
-            choice = token * TOP_K + k
-            total = _add_expert(total, y_ptr, row_ptr, weights_ptr, choice, in_batch, d, num_columns, stride_y)
+            rows, weights = _choices(row_ptr, weights_ptr, token * TOP_K + k, in_batch, 1)
+            total = _add_chosen(total, y_ptr, rows, weights, d, num_columns, stride_y, 1)
     return total
 
 
@@ -89,8 +98,8 @@ def add_rows(total, shared_ptr, shared_place, residual, used):
     x = total.to(residual.dtype)
     if shared_ptr is not None:
         shared = tl.load(shared_ptr + shared_place, mask=used, other=0.0)
-        x = (x.to(tl.float32) + shared.to(tl.float32)).to(x.dtype)
-    return (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
+        x = add_residual(x, shared)
+    return add_residual(x, residual)
 
 
 @triton.jit
@@ -147,18 +156,11 @@ def _combine_norm_kernel(
     residual = tl.load(residual_ptr + token * stride_residual + d, mask=used, other=0.0)
     norm = tl.load(norm_ptr + d, mask=d < num_columns, other=0.0)
     total = tl.zeros((BLOCK_R, BLOCK_D), tl.float32)
-    if TOP_K <= UNROLLED and BLOCK_R == 1:
+    if TOP_K <= UNROLLED:
         # The router's choices and the residual are older than the launch before this one, whose rows are waited for.
-        rows, weights = (), ()
-        for k in tl.static_range(TOP_K):
-            rows += (tl.load(row_ptr + token * TOP_K + k, mask=in_batch, other=-1),)
-            weights += (tl.load(weights_ptr + token * TOP_K + k, mask=in_batch, other=0.0),)
+        rows, weights = _choices(row_ptr, weights_ptr, token * TOP_K, in_batch, TOP_K)
         wait_for_inputs(PDL)
-        for k in tl.static_range(TOP_K):
-            here = rows[k] >= 0  # pyright: ignore
-            y_ptrs = y_ptr + rows[k].to(tl.int64) * stride_y + d  # pyright: ignore
-            y = tl.load(y_ptrs, mask=here & (d < num_columns), other=0.0)
-            total += tl.where(here, weights[k], 0.0) * y.to(tl.float32)
+        total = _add_chosen(total, y_ptr, rows, weights, d, num_columns, stride_y, TOP_K)
     else:
         wait_for_inputs(PDL)
         total = add_experts(total, y_ptr, row_ptr, weights_ptr, token, in_batch, d, num_columns, stride_y, TOP_K)

@@ -45,6 +45,12 @@ def rmsnorm_residual(x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: f
 
 
 @triton.jit
+def add_residual(x, residual):
+    """The new residual, rounded to x's dtype."""
+    return (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
+
+
+@triton.jit
 def rms_scale(x, num_columns, eps):
     """1 / sqrt(mean of x^2 + eps) of each row, fp32 [rows, 1]. Columns beyond the row must hold zero."""
     wide = x.to(tl.float32)
@@ -115,7 +121,7 @@ def _rmsnorm_kernel(
     x = tl.load(x_ptr + outer * stride_outer + inner * stride_inner + c, mask=used, other=0.0)
     if residual_ptr is not None:
         residual = tl.load(residual_ptr + row * stride_residual + c, mask=used, other=0.0)
-        x = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
+        x = add_residual(x, residual)
         tl.store(sum_ptr + row * num_columns + c, x, mask=used)
     weight = tl.load(weight_ptr + c, mask=c < num_columns, other=0.0)
     y = rms_apply(x, rms_scale(x, num_columns, eps), weight)
@@ -139,7 +145,7 @@ def rmsnorm_triton(x_C: Tensor, weight_C: Tensor, eps: float) -> Tensor:
 def rmsnorm_residual_triton(x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """`rmsnorm_residual` as one launch."""
     _check_operands(x_TD, weight_D)
-    _check_residual(x_TD, residual_TD)
+    check_residual(x_TD, residual_TD)
     y_TD, sum_TD = x_TD.new_empty(x_TD.shape), x_TD.new_empty(x_TD.shape)
     _launch(x_TD.unsqueeze(1), residual_TD, weight_D, y_TD, sum_TD, eps)
     return y_TD, sum_TD
@@ -180,7 +186,8 @@ def _check_operands(x_C: Tensor, weight_C: Tensor) -> None:
     assert_last_contiguous("x_C", x_C)
 
 
-def _check_residual(x_TD: Tensor, residual_TD: Tensor) -> None:
+def check_residual(x_TD: Tensor, residual_TD: Tensor) -> None:
+    """Rows [T, D] and a residual that fits them."""
     assert x_TD.dim() == 2, f"x_TD has shape {tuple(x_TD.shape)}; a residual goes with rows [T, D]"
     given, wanted = (residual_TD.shape, residual_TD.dtype, residual_TD.device), (x_TD.shape, x_TD.dtype, x_TD.device)
     assert given == wanted, f"residual_TD is {given}, the rows {wanted}; they share shape, dtype and device"
@@ -199,6 +206,6 @@ def rmsnorm_residual_reference(
     x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
     """The definition of `rmsnorm_residual`."""
-    _check_residual(x_TD, residual_TD)
+    check_residual(x_TD, residual_TD)
     new_residual_TD = x_TD + residual_TD
     return rmsnorm_reference(new_residual_TD, weight_D, eps), new_residual_TD

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from kernels.gate import gate
-from kernels.gate_few import gate_and_pack
+from kernels.gate_few import NormedRouting, gate_and_pack, norm_gate_and_pack
 from kernels.pack import Packed
+from kernels.rmsnorm import Norm
 from kernels.routing import Routing, RoutingRule
 
 
@@ -38,3 +39,16 @@ class Gate:
         once."""
         gated = (x_TD, self.weight_ED, self.bias_E, self.rule)
         return gate_and_pack(*gated, slot_of_E, num_slots, real_T=real_T, counter_1=self._counter_1)
+
+    def norm_and_pack(
+        self,
+        x_TD: Tensor,
+        residual_TD: Tensor,
+        norm: Norm,
+        slot_of_E: Tensor,
+        num_slots: int,
+        real_T: Tensor | None = None,
+    ) -> NormedRouting:
+        """The same of the norm of x + residual, which comes with it."""
+        gated = (x_TD, residual_TD, norm, self.weight_ED, self.bias_E, self.rule)
+        return norm_gate_and_pack(*gated, slot_of_E, num_slots, real_T=real_T, counter_1=self._counter_1)

@@ -60,13 +60,13 @@ class Block:
         num_tokens = y_TD.shape[0]
         if num_tokens:
             y_TD = self.attention(y_TD, plan, kv_cache)
-            y_TD, residual_TD = rmsnorm_residual(y_TD, residual_TD, *self.mlp_norm)
         if isinstance(self.mlp, MoELayer):
-            y_TD, residual_TD = yield from self.mlp.stages(y_TD, residual_TD, next_norm, plan)
+            y_TD, residual_TD = yield from self.mlp.stages(y_TD, residual_TD, next_norm, plan, self.mlp_norm)
         else:
             yield
             yield
             if num_tokens:
+                y_TD, residual_TD = rmsnorm_residual(y_TD, residual_TD, *self.mlp_norm)
                 y_TD, residual_TD = rmsnorm_residual(self.mlp(y_TD, plan.all_rows_2), residual_TD, *next_norm)
             yield
         yield

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from expert_parallel.choice import Dispatchers
 from expert_parallel.rounds import rounds
-from kernels.rmsnorm import Norm
+from kernels.rmsnorm import Norm, rmsnorm_residual
 from kernels.routing import Routing
 from moe.model.config import MoEConfig
 from moe.model.experts import DenseMLP, make_experts
@@ -48,23 +48,30 @@ class MoELayer:
             self.shared = DenseMLP(parameters[f"{name}.shared.gate_up.weight"], down)
 
     def stages(
-        self, x_TD: Tensor, residual_TD: Tensor, norm: Norm, plan: StepPlan
+        self, x_TD: Tensor, residual_TD: Tensor, norm: Norm, plan: StepPlan, first_norm: Norm | None = None
     ) -> Generator[None, None, tuple[Tensor, Tensor]]:
         """(normalised rows, new residual): the norm that follows the layer comes with the combine.
 
-        Rows that `step.real_T` calls padding go to no expert. Stops before dispatch, experts and combine (of the first
+        `first_norm`: x is still to be added to the residual and normalised, with few rows in the router's launch. Rows
+        that `step.real_T` calls padding go to no expert. Stops before dispatch, experts and combine (of the first
         round, which is mostly the only one): there another half of the step may go on.
         """
         num_tokens = x_TD.shape[0]
         dispatcher = self.dispatchers.prefill if plan.step.any_prefill else self.dispatchers.decode
         own_slots, packed = dispatcher.own_slots, None
         shared, shared_TD = self.shared, None
+        if first_norm is not None and (own_slots is None or (shared is not None and plan.beside is not None)):
+            x_TD, residual_TD = rmsnorm_residual(x_TD, residual_TD, *first_norm)
+            first_norm = None
         if shared is not None and plan.beside is not None:
             plan.beside.fork()
             with plan.beside.use():
                 shared_TD = shared(x_TD, plan.all_rows_2)
         if own_slots is None:
             routing = self.gate(x_TD, plan.step.real_T)
+        elif first_norm is not None:
+            routed = self.gate.norm_and_pack(x_TD, residual_TD, first_norm, *own_slots, plan.step.real_T)
+            x_TD, residual_TD, routing, packed = routed
         else:
             routing, packed = self.gate.and_pack(x_TD, *own_slots, plan.step.real_T)
         yield

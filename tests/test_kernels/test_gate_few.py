@@ -12,9 +12,13 @@ from kernels.gate_few import (
     gate_and_pack,
     gate_and_pack_reference,
     gate_and_pack_triton,
+    norm_gate_and_pack,
+    norm_gate_and_pack_triton,
+    norm_serves,
     serves,
 )
 from kernels.pack import pack
+from kernels.rmsnorm import Norm, rmsnorm_residual_triton
 from kernels.routing import RoutingRule, tile_options
 from tests.aot import ARCHS, aot, compile_ahead
 from tests.compare import assert_same_bits
@@ -123,6 +127,58 @@ def test_bits_are_those_of_three_launches(num_experts, width, rule):
     assert counter_1.tolist() == [0]
 
 
+def assert_normed_as_separate(x_TD, residual_TD, norm, weight_ED, bias_E, rule, slot_of_E, num_slots, counter_1):
+    y_TD, new_residual_TD = rmsnorm_residual_triton(x_TD, residual_TD, *norm)
+    gated = (weight_ED, bias_E, rule, slot_of_E, num_slots)
+    routing, packed = gate_and_pack_triton(y_TD, *gated, counter_1=counter_1)
+    ours = norm_gate_and_pack_triton(x_TD, residual_TD, norm, *gated, counter_1=counter_1)
+    assert_same_bits(ours.y_TD, y_TD)
+    assert_same_bits(ours.new_residual_TD, new_residual_TD)
+    assert torch.equal(ours.routing.expert_ids_TK, routing.expert_ids_TK)
+    assert_same_bits(ours.routing.weights_TK, routing.weights_TK)
+    assert_packed(ours.packed, packed)
+
+
+def normed_operands(num_tokens, width, dtype, device):
+    """Rows and residual are views into wider, NaN ones."""
+    generator = torch.Generator().manual_seed(1)
+    wide = torch.full((2 * num_tokens, width + 16), torch.nan)
+    wide[:, :width] = torch.randn(2 * num_tokens, width, generator=generator)
+    wide, weight_D = wide.to(device, dtype), (1 + 0.3 * torch.randn(width, generator=generator)).to(device, dtype)
+    return wide[:num_tokens, :width], wide[num_tokens:, :width], Norm(weight_D, 1e-6)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 3])
+@pytest.mark.parametrize("width", [1024, 1040])
+def test_the_norm_before_it_comes_along(backend, num_tokens, width):
+    _, weight_ED, bias_E, slot_of_E = operands(1, 6, width, 6, backend.dtype, backend.device)
+    counter_1 = torch.zeros(1, dtype=torch.int32, device=backend.device)
+    normed = normed_operands(num_tokens, width, backend.dtype, backend.device)
+    assert_normed_as_separate(*normed, weight_ED, bias_E, RoutingRule(2), slot_of_E, 6, counter_1)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("num_experts", "width", "top_k"), [(128, 2048, 8), (8, 4096, 2), (60, 1040, 4)])
+def test_the_norm_has_the_bits_of_its_own_launch(num_experts, width, top_k):
+    """For every number of rows that it serves, through the rule."""
+    _, weight_ED, bias_E, slot_of_E = operands(1, num_experts, width, num_experts, torch.bfloat16, "cuda")
+    counter_1 = torch.zeros(1, dtype=torch.int32, device="cuda")
+    gated = (weight_ED, bias_E, RoutingRule(top_k), slot_of_E, num_experts)
+    x_TD, residual_TD, norm = normed_operands(40, width, torch.bfloat16, "cuda")
+    served = [n for n in range(1, FEW_ROWS + 1) if norm_serves(x_TD[:n], top_k)]
+    assert served[0] == 1 and len(served) < FEW_ROWS, served
+    for n in served:
+        for start in range(0, 40 - n, 3):
+            rows = slice(start, start + n)
+            assert_normed_as_separate(x_TD[rows], residual_TD[rows], norm, *gated, counter_1)
+    whole = rmsnorm_residual_triton(x_TD, residual_TD, *norm)
+    for n in (served[-1], served[-1] + 1):
+        ours = norm_gate_and_pack(x_TD[:n], residual_TD[:n], norm, *gated, counter_1=counter_1)
+        assert_same_bits(ours.y_TD, whole[0][:n])
+        assert_same_bits(ours.new_residual_TD, whole[1][:n])
+    assert counter_1.tolist() == [0]
+
+
 @pytest.mark.gpu
 def test_a_graph_of_many_can_be_replayed():
     """Launch after launch from one counter, programs of the next placed while the last still runs."""
@@ -157,11 +213,15 @@ def test_many_rows_and_no_rows_take_the_three_operations(backend):
 
 @aot
 @pytest.mark.parametrize("arch", ARCHS)
-def test_compiles(arch):
+@pytest.mark.parametrize("normed", [False, True])
+def test_compiles(arch, normed):
     pointers = dict.fromkeys(("x_ptr", "w_ptr"), "*bf16") | dict.fromkeys(("parts_ptr", "weights_ptr"), "*fp32")
     pointers |= {"bias_ptr": "*fp32", "real_ptr": "*i1"}
     names = ("counter_ptr", "slot_of_ptr", "ids_ptr", "row_token_ptr", "packed_row_ptr", "offsets_ptr")
     numbers = dict.fromkeys(("num_tokens", "width", "stride_x", "stride_w", "num_slots"), "i32")
     args: dict[str, object] = pointers | dict.fromkeys(names, "*i32") | numbers | {"epsilon": "fp32", "scale": "fp32"}
     args |= tile_options(GROUPED, 256) | {"NUM_PARTS": 28, "BLOCK_T": 8, "BLOCK_N": 32, "BINS": 256, "PART": PART}
-    assert compile_ahead(_gate_few_kernel, arch, args | {"PDL": arch >= 90}, num_stages=1)
+    args |= dict.fromkeys(("residual_ptr", "norm_ptr"), "*bf16" if normed else None)
+    args |= {"y_ptr": "*bf16", "sum_ptr": "*bf16", "stride_residual": "i32", "eps": "fp32"}
+    args |= {"NORM_ROWS": 2 if normed else 1, "NORM_COLUMNS": 4096, "PDL": arch >= 90}
+    assert compile_ahead(_gate_few_kernel, arch, args, num_stages=1, num_warps=8 if normed else 4)

@@ -12,7 +12,7 @@ import torch
 
 from expert_parallel.choice import Dispatchers
 from expert_parallel.placement import Placement
-from kernels.rmsnorm import Norm
+from kernels.rmsnorm import Norm, rmsnorm_residual
 from kernels.routing import RoutingRule
 from moe.model.config import MoEConfig
 from moe.model.experts import DenseMLP
@@ -217,6 +217,27 @@ def test_the_layer_runs_on_our_kernels(num_tokens: int) -> None:
         assert any("_pack_slots_kernel" in name or "_rank_kernel" in name for name in names), names
     foreign = [name for name in names if any(word in name for word in ("cutlass", "cublas", "nvjet", "sgemm", "xmma"))]
     assert not foreign, foreign
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_tokens", [1, 2])
+def test_few_rows_take_four_launches_with_the_norm_before_them(num_tokens: int) -> None:
+    """Router, with norm, choice and packing; two products; the sum with the norm behind it. The bits are those of the
+    norm alone and the layer behind it."""
+    layer = random_layer("cuda", torch.bfloat16, width=1024)
+    x_TD = torch.randn(num_tokens, 1024, device="cuda", dtype=torch.bfloat16)
+    _, _, norm, plan = inputs_of(x_TD)
+    first_norm = Norm(1 + 0.1 * torch.randn_like(x_TD[0]), 1e-6)
+    run_through(layer.stages(x_TD, x_TD, norm, plan, first_norm))
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        together = run_through(layer.stages(x_TD, x_TD, norm, plan, first_norm))
+        torch.cuda.synchronize()
+    names = [event.name for event in profile.events() or [] if "_kernel" in event.name]
+    assert len(names) == 4, names
+    apart = run_through(layer.stages(*rmsnorm_residual(x_TD, x_TD, *first_norm), norm, plan))
+    for ours, expected in zip(together, apart, strict=True):
+        assert_same_bits(ours, expected)
 
 
 @pytest.mark.gpu
