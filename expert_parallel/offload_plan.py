@@ -21,10 +21,23 @@ STAGING_BYTES = 64 << 20
 # the L / K sequences that the bytes L left for the cache hold: more, if L is over 1 / 80 of what is shared.
 RESIDENT_CACHE = 55.4 / 4420
 
-# Rows a slot from which `auto` streams. With even routing n rows a slot ask for 1 - exp(-n) of the slots, 63 % at 1;
-# skewed ones ask for fewer. Less than what is streamed crosses the link then, but more slowly (on an H200 kernels read
-# 50 GB/s from pinned memory, the copy engine 55), and nothing of it before it is known who asks.
-STREAM_FROM = 1.0
+# Rows a slot from which `auto` streams. Even routing asks with n rows a slot for 1 - exp(-n) of the slots, 63 % at 1;
+# skewed routing asks for fewer, of which more are held. Against it stands that kernels read pinned memory more slowly
+# than the copy engine (51 and 55 GB/s on an H200), and nothing before it is known who asks. Measured there, 8 layers of
+# Qwen3-30B-A3B, 32 of 128 held, on demand, ms in which a step of the cache way copies; products add 3. Streamed, a step
+# takes 132 whatever the routing:
+#
+#     rows a slot    1     1.5    2      3      4      6      8
+#     even           91    111    123    135    139    141    141
+#     Zipf 1         58    74     88     106    114    128    134
+#     Zipf 2         15    19     28     43     54     66     73
+#
+# Even routing breaks even at 2.2 rows a slot, Zipf's law at 6, its square far beyond 8. From 2 on the cache way loses a
+# tenth at most, with even routing; streaming would lose half with Zipf's law. At 6 nobody of the two loses more.
+STREAM_FROM = 6.0
+# Where the host decides what is copied, each missing expert costs it launches of its own, which exceed the copy's time
+# (99 ms a step of one sequence where kernels that decide take 27). The break-even was not measured.
+STREAM_FROM_BY_HOST = 1.0
 
 
 @dataclass(frozen=True)
@@ -57,7 +70,9 @@ class OffloadPlan:
 
     def streams(self, num_rows: int) -> bool:
         """Whether a call of a layer with so many rows streams all its slots."""
-        return self.regime == "stream" or (self.regime == "auto" and num_rows >= STREAM_FROM * self.num_slots)
+        by_device = self.tier == "host" and self.held_slots > 0  # a GPU's kernels read pinned memory into held places
+        rows_a_slot = STREAM_FROM if by_device else STREAM_FROM_BY_HOST
+        return self.regime == "stream" or (self.regime == "auto" and num_rows >= rows_a_slot * self.num_slots)
 
     def words(self) -> str:
         """For people."""

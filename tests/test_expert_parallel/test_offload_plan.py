@@ -40,7 +40,11 @@ def test_bytes_by_hand() -> None:
 
 
 def test_which_calls_stream() -> None:
-    assert [plan().streams(rows) for rows in (1, 127, 128)] == [False, False, True]
+    """From six rows for each of 128 slots on, wherever those are."""
+    assert [plan().streams(rows) for rows in (1, 767, 768)] == [False, False, True]
+    for by_host in (plan(tier="disk"), plan(held_slots=0)):
+        assert [by_host.streams(rows) for rows in (127, 128)] == [False, True]
+    assert [plan(num_slots=8, held_slots=1, staging_slots=1).streams(rows) for rows in (47, 48)] == [False, True]
     assert plan(regime="stream").streams(1) and not plan(regime="cache").streams(10_000)
 
 
