@@ -14,6 +14,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from itertools import islice
 from typing import Protocol
 
 import msgspec
@@ -135,7 +136,7 @@ class Job:
         self._input_fault: InputFault | None = None
         self._several = False  # ranks
         self._turn_lines = FIRST_LINES  # what one of several may take before the next step
-        self._lines_left = self._tokens_left = 0  # of what may be taken before the next step
+        self._tokens_left = 0  # of what may be taken before the next step
         self.errors: Counter[str] = Counter()
         self.lines_read = 0
         self.lines_written = 0
@@ -183,30 +184,32 @@ class Job:
     def _fill(self, lines: Iterator[Line | BadLine]) -> None:
         """Hand lines to the engine while it has room for more. What the input says of its own fault waits until the
         lines before it are answered."""
-        self._lines_left = self._turn_lines if self._several else LOOK_UP_LINES
+        left = self._turn_lines if self._several else LOOK_UP_LINES
         self._turn_lines = min(2 * self._turn_lines, LOOK_UP_LINES)
         self._tokens_left = self._config.engine.max_batched_tokens
-        while self._more and self._has_room():
+        while self._more and (wanted := min(left, self._room())) > 0:
+            read = self.lines_read
             try:
-                line = next(lines, None)
+                for line in islice(lines, wanted):
+                    self.lines_read += 1
+                    self._submit(line)
+                    if self._engine.stop_wanted:
+                        return
             except InputFault as error:
-                self._input_fault, line = error, None
-            if line is None:
+                self._input_fault = error
+            left -= self.lines_read - read
+            if self.lines_read - read < wanted:
                 self._more = self._engine.expects_more = False
-                break
-            self._lines_left -= 1
-            self.lines_read += 1
-            self._submit(line)
 
-    def _has_room(self) -> bool:
-        """Whether a further line is wanted now. Alone there is nobody to leave it to."""
+    def _room(self) -> int:
+        """How many further lines are wanted now, before this is asked again. Alone there is nobody to leave them to."""
         engine = self._engine
-        if self._lines_left <= 0 or engine.stop_wanted:
-            return False
         backlog = max(1, engine.max_num_seqs // BACKLOG_PARTS)
+        if engine.stop_wanted:
+            return 0
         if not self._several:
-            return len(self._running) < engine.max_num_seqs + backlog
-        return self._tokens_left > 0 and engine.num_waiting < backlog
+            return engine.max_num_seqs + backlog - len(self._running)
+        return int(self._tokens_left > 0 and engine.num_waiting < backlog)
 
     def _submit(self, source: Line | BadLine) -> None:
         """Hand a line to the engine, or finish it with an error record."""

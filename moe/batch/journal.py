@@ -20,7 +20,7 @@ import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import BinaryIO
 
 import msgspec
 
@@ -44,16 +44,12 @@ class Header:
     fingerprint: dict[str, str]
 
 
-class Place(NamedTuple):
-    """Where a record's line is: in which journal, from which byte on, how many bytes."""
-
-    journal: int
-    offset: int
-    size: int
+Place = tuple[int, int, int, int]
+"""Number of a line; where its record's line is: in which journal, from which byte on, how many bytes."""
 
 
-class Entry(msgspec.Struct, frozen=True, gc=False):  # made once or twice for each line of a job
-    """One whole record of a journal. `offset`, `size`: of its line in the file, with its end."""
+class Entry(msgspec.Struct, frozen=True, gc=False):  # made for each line of a job
+    """One whole record of a journal. `offset`, `size`: of its line in the file."""
 
     number: int
     digest: int
@@ -85,16 +81,22 @@ def header_frame(header: Header) -> bytes:
 
 def parse_frame(raw: bytes, offset: int = 0) -> Entry | None:
     """A line of a journal, with or without its end; None where it is not whole."""
-    if not raw.endswith(b"\n"):
-        raw += b"\n"
     try:
-        crc, number, digest, kind, record = raw.split(b"\t", 4)
-        if crc != b"%08x" % zlib.crc32(raw[9:-1]):
-            return None
+        _, number, digest, kind, record = _parts(raw)
         entry = Entry(int(number), int(digest, 16), kind.decode(), record, offset, len(raw))
     except ValueError:
         return None
     return entry if 0 <= entry.number < MAX_NUMBER and 0 <= entry.digest < 1 << 32 else None
+
+
+def _parts(raw: bytes) -> list[bytes]:
+    """The five parts of a line of a journal, the last with its end. ValueError where the checksum is not theirs."""
+    if not raw.endswith(b"\n"):
+        raw += b"\n"
+    parts = raw.split(b"\t", 4)
+    if len(parts) != 5 or len(parts[0]) != 8 or int(parts[0], 16) != zlib.crc32(raw[9:-1]):
+        raise ValueError("torn or damaged")
+    return parts
 
 
 class JournalReader:
@@ -150,15 +152,17 @@ class RecordReader:
         self._journals = journals
         self._open: dict[int, int] = {}
 
-    def at(self, places: Iterable[Place]) -> Iterator[Entry]:
-        """The records at these places, in the same order. Each is read by itself: neighbours in the output lie apart
-        where lines finish in another order than theirs."""
-        for index, offset, size in places:
+    def at(self, places: Iterable[Place]) -> Iterator[tuple[int, bytes]]:
+        """(number, record) at these places, in the same order. Each is read by itself: neighbours in the output lie
+        apart where lines finish in another order than theirs."""
+        for number, index, offset, size in places:
             if (file := self._open.get(index)) is None:
                 file = self._opened(index)
-            entry = parse_frame(os.pread(file, size, offset), offset)
-            assert entry is not None, f"{self._journals[index]} changed at byte {offset} while it was read"
-            yield entry
+            try:
+                record = _parts(os.pread(file, size, offset))[4]
+            except ValueError as error:
+                raise AssertionError(f"{self._journals[index]} changed at byte {offset} while it was read") from error
+            yield number, record
 
     def _opened(self, index: int) -> int:
         if len(self._open) >= OPEN_JOURNALS:

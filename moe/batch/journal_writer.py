@@ -25,18 +25,21 @@ MAX_GATHERED_BYTES = 16 << 20
 
 
 class JournalWriter:
-    """A journal being written. `append` may be called by one thread; it raises what went wrong in the writing since."""
+    """A journal being written. `append` may be called by one thread; it raises what went wrong in the writing since.
+
+    What was gathered passes to the writing thread without a lock: one appends at the list's end, the other takes from
+    its beginning, and each counts its own bytes.
+    """
 
     def __init__(self, path: Path, header: Header) -> None:
         self.path = path
         self.num_records = 0
-        self._num_bytes = 0  # gathered and not yet written
         self._gathered: list[bytes] = []
+        self._given = self._written = 0  # bytes
         self._error: Exception | None = None
         self._closing = False
-        self._closed = False
-        self._lock = threading.Lock()
-        self._changed = threading.Condition(self._lock)
+        self._hurry = threading.Event()
+        self._progress = threading.Condition()
         self._file = _create(path)
         self._write(header_frame(header))
         os.fsync(self._file)
@@ -47,25 +50,18 @@ class JournalWriter:
     def append(self, number: int, digest: int, record: bytes, kind: str = ANSWERED) -> None:
         """Hand over one finished record (one line with its end). OSError: an earlier one could not be written."""
         framed = frame(number, digest, kind, record)
-        with self._lock:
-            if self._num_bytes > MAX_GATHERED_BYTES:
-                self._changed.wait_for(lambda: self._num_bytes <= MAX_GATHERED_BYTES or self._error is not None)
-            if self._error is not None:
-                raise self._error
-            if not self._gathered:
-                self._changed.notify_all()
-            self._gathered.append(framed)
-            self._num_bytes += len(framed)
+        self._gathered.append(framed)
+        self._given += len(framed)
+        if self._given - self._written > MAX_GATHERED_BYTES or self._error is not None:
+            self._wait_for_room()
         self.num_records += 1
 
     def close(self) -> None:
         """Write and sync the rest. OSError where that fails, now or before; closing twice is fine."""
-        if self._closed:
+        if self._closing:
             return
-        self._closed = True
-        with self._changed:
-            self._closing = True
-            self._changed.notify_all()
+        self._closing = True
+        self._hurry.set()
         self._thread.join()
         os.close(self._file)
         if self.num_records == 0:
@@ -74,34 +70,38 @@ class JournalWriter:
         if self._error is not None:
             raise self._error
 
+    def _wait_for_room(self) -> None:
+        self._hurry.set()
+        with self._progress:
+            self._progress.wait_for(
+                lambda: self._given - self._written <= MAX_GATHERED_BYTES or self._error is not None
+            )
+        if self._error is not None:
+            raise self._error
+
     def _run(self) -> None:
         """The thread: gather, write, sync, until closed or the disk says no."""
-        synced_at, unsynced = time.monotonic(), False
+        synced_at, unsynced, closing = time.monotonic(), False, False
         try:
-            while True:
-                with self._changed:
-                    wait_s = max(0.0, synced_at + SYNC_S - time.monotonic()) if unsynced else None
-                    self._changed.wait_for(lambda: self._gathered or self._closing, wait_s)
-                    if self._gathered and not self._closing:
-                        self._changed.wait_for(lambda: self._closing or self._num_bytes > MAX_GATHERED_BYTES, GATHER_S)
-                    gathered, self._gathered = self._gathered, []
-                    closing = self._closing
-                if gathered:
-                    content = b"".join(gathered)
+            while not closing:
+                self._hurry.wait(GATHER_S)
+                self._hurry.clear()
+                closing = self._closing  # before the last ones are taken
+                if number := len(self._gathered):
+                    content = b"".join(self._gathered[:number])
+                    del self._gathered[:number]
                     self._write(content)
                     unsynced = True
-                    with self._changed:
-                        self._num_bytes -= len(content)
-                        self._changed.notify_all()
+                    with self._progress:
+                        self._written += len(content)
+                        self._progress.notify_all()
                 if unsynced and (closing or time.monotonic() >= synced_at + SYNC_S):
                     os.fsync(self._file)
                     synced_at, unsynced = time.monotonic(), False
-                if closing:
-                    return
         except Exception as error:  # whatever it is: `append` would wait for this thread for ever
-            with self._changed:
+            with self._progress:
                 self._error = _write_error(error, self.path) if isinstance(error, OSError) else error
-                self._changed.notify_all()
+                self._progress.notify_all()
 
     def _write(self, content: bytes) -> None:
         view = memoryview(content)

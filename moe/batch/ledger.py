@@ -10,16 +10,16 @@ import zlib
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import compress, count
 from pathlib import Path
 
-from moe.batch.journal import Entry, JournalReader, Place
+from moe.batch.journal import JournalReader, Place
 from moe.batch.lines import BadLine, Line, content_of
 
 OPEN, ANSWERED, FIRST_KIND = 0, 1, 2
 """States of a line. FIRST_KIND + i: it has an error record of the i-th kind."""
 OFFSET_BITS = 44
 """Of a place: 16 TiB of one journal, and a million journals."""
-_OFFSET_MASK = (1 << OFFSET_BITS) - 1
 
 
 def line_digest(line: Line | BadLine) -> int:
@@ -60,7 +60,13 @@ class Ledger:
         for index, path in enumerate(journals):
             reader = JournalReader(path)
             for entry in reader:
-                self._take(entry, index << OFFSET_BITS | entry.offset)
+                number = entry.number
+                if number >= len(self._states):
+                    self._grow(number)
+                self._states[number] = ANSWERED if not entry.failed else self._state_of(entry.kind)
+                self._digests[number] = entry.digest
+                self._places[number] = index << OFFSET_BITS | entry.offset
+                self._sizes[number] = entry.size
             damaged += reader.damaged
         return damaged
 
@@ -86,9 +92,7 @@ class Ledger:
     def places(self, seen: Ledger) -> Iterator[Place]:
         """Of each record in the order of the input. `seen`: the ledger that has read the input: lines that it did not
         meet are left out."""
-        for number, (state, wanted) in enumerate(zip(self._states, seen._in_input)):
-            if wanted and state != OPEN:
-                yield self._place(number)
+        return self._places_of(map(min, self._states, seen._in_input))
 
     def failed_of(self, seen: Ledger) -> int:
         """How many of the lines that `seen` has met in the input have an error record."""
@@ -96,9 +100,11 @@ class Ledger:
 
     def failed_places(self) -> Iterator[Place]:
         """Of the error records that stand, in the order of the input."""
-        for number, state in enumerate(self._states):
-            if state >= FIRST_KIND:
-                yield self._place(number)
+        return self._places_of(state >= FIRST_KIND for state in self._states)
+
+    def kind_of(self, number: int) -> str:
+        """Of the error record of a line."""
+        return self._kind_names[self._states[number] - FIRST_KIND]
 
     def for_ranks(self) -> Ledger:
         """What other ranks need of it: which lines are done, not where."""
@@ -106,23 +112,21 @@ class Ledger:
         other._kind_names, other._states, other._digests = self._kind_names, self._states, self._digests
         return other
 
-    def _place(self, number: int) -> Place:
-        place = self._places[number]
-        return Place(place >> OFFSET_BITS, place & _OFFSET_MASK, self._sizes[number])
+    def _places_of(self, wanted: Iterable[int]) -> Iterator[Place]:
+        """Of the lines for which `wanted`, in the order of their numbers, says so."""
+        mask = (1 << OFFSET_BITS) - 1
+        for number in compress(count(), wanted):
+            place = self._places[number]
+            yield number, place >> OFFSET_BITS, place & mask, self._sizes[number]
 
-    def _take(self, entry: Entry, place: int) -> None:
-        number = entry.number
-        if number >= len(self._states):
-            more = max(1024, number + 1 - len(self._states), len(self._states) // 8)
-            self._states.extend(bytes(more))
-            for numbers in (self._digests, self._places, self._sizes):
-                numbers.frombytes(bytes(more * numbers.itemsize))
-        if entry.failed:
-            if entry.kind not in self._kind_names:
-                self._kind_names.append(entry.kind)
-            self._states[number] = FIRST_KIND + self._kind_names.index(entry.kind)
-        else:
-            self._states[number] = ANSWERED
-        self._digests[number] = entry.digest
-        self._places[number] = place
-        self._sizes[number] = entry.size
+    def _grow(self, number: int) -> None:
+        """Make room for a line of that number."""
+        more = max(1024, number + 1 - len(self._states), len(self._states) // 8)
+        self._states.extend(bytes(more))
+        for numbers in (self._digests, self._places, self._sizes):
+            numbers.frombytes(bytes(more * numbers.itemsize))
+
+    def _state_of(self, kind: str) -> int:
+        if kind not in self._kind_names:
+            self._kind_names.append(kind)
+        return FIRST_KIND + self._kind_names.index(kind)

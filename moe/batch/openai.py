@@ -22,6 +22,7 @@ from moe.batch.protocol import (
     num_tokens,
     short,
     typed,
+    without_nulls,
 )
 from moe.engine.request import CompletionOutput, Logprob, RequestOutput, TokenLogprobs
 
@@ -46,7 +47,7 @@ def parse_openai(number: int, record: dict[str, Any]) -> LineRequest:
         raise LineError(f"url={short(url)} is not served; there are {CHAT_URL} and {COMPLETION_URL}.")
     if not isinstance(body, dict):
         raise LineError(f"body={short(body)} must be an object.")
-    body = {name: value for name, value in body.items() if value is not None}
+    body = without_nulls(body)
     check_fields(body, is_chat=url == CHAT_URL)
     model = typed(body, "model", str, "a text")
     parse = _parse_chat if url == CHAT_URL else _parse_completion

@@ -72,6 +72,7 @@ ONLY_AT: dict[str, tuple[Any, ...]] = {
     "return_prompt_text": (False,),
     "routed_experts_prompt_start": (0,),
 }
+TEXT = {"type": "text"}
 CONSTRAINED = "answers cannot be constrained to a grammar or a schema"
 IN_TEMPLATE = "hand it to the chat template, as a key of chat_template_kwargs"
 IN_PLAIN = "it is in the answers to lines of the plain form"
@@ -126,8 +127,8 @@ def check_fields(body: dict[str, Any], *, is_chat: bool) -> None:
     check_known(body, CHAT_KNOWN if is_chat else COMPLETION_KNOWN, " in body")
     if not _BY_VALUE.isdisjoint(body):
         _check_values(body, is_chat=is_chat)
-    kind = body.get("response_format", {"type": "text"})
-    if not isinstance(kind, dict) or kind.get("type") != "text":
+    kind = body.get("response_format", TEXT)
+    if kind is not TEXT and (not isinstance(kind, dict) or kind.get("type") != "text"):
         raise LineError(f"response_format={short(kind)} is not offered: {CONSTRAINED}; leave it out.")
 
 

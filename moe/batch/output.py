@@ -9,12 +9,12 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable
 from itertools import islice
 from pathlib import Path
 from typing import Protocol
 
-from moe.batch.journal import Entry, RecordReader
+from moe.batch.journal import RecordReader
 from moe.batch.ledger import Ledger
 from moe.batch.parquet_output import ParquetOutput
 from moe.batch.run_files import RunFiles
@@ -93,11 +93,11 @@ def _writer_of(files: RunFiles, final: Path) -> OutputWriter:
     return ParquetOutput(path) if is_parquet(files.output) else LineOutput(path)
 
 
-def _write(writer: OutputWriter, entries: Iterator[Entry]) -> int:
+def _write(writer: OutputWriter, records: Iterable[tuple[int, bytes]]) -> int:
     count = 0
     try:
-        for entry in entries:
-            writer.write(entry.number, entry.record)
+        for number, record in records:
+            writer.write(number, record)
             count += 1
     finally:
         writer.close()

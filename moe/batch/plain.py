@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from moe.batch.protocol import (
+    CHAT_FIELDS,
     SAMPLING_FIELDS,
     LineError,
     LineId,
@@ -16,11 +17,12 @@ from moe.batch.protocol import (
     json_logprob,
     num_tokens,
     typed,
+    without_nulls,
 )
 from moe.engine.request import CompletionOutput, RequestOutput, TokenLogprobs
 
-SOURCES = ("prompt", "messages", "prompt_token_ids")
-CHAT_FIELDS = ("tools", "chat_template_kwargs", "add_generation_prompt", "continue_final_message")
+IDS = "prompt_token_ids"
+SOURCES = ("prompt", "messages", IDS)
 PLAIN_FIELDS = frozenset(("id", *SOURCES, *CHAT_FIELDS, *SAMPLING_FIELDS))
 
 
@@ -32,39 +34,38 @@ def plain_id(number: int, record: dict[str, Any]) -> LineId:
 def parse_plain(number: int, record: dict[str, Any]) -> LineRequest:
     """Understand one plain record. LineError says what is wrong with it."""
     check_known(record, PLAIN_FIELDS)
-    fields = {name: value for name, value in record.items() if value is not None}
-    sources = [name for name in SOURCES if name in fields]
-    if len(sources) != 1:
-        has = f"this line has {' and '.join(sources)}" if sources else "this line has none"
+    fields = without_nulls(record)
+    line = LineRequest(number, fields.pop("id", number), "plain", fields)
+    prompt, messages, ids = fields.pop("prompt", None), fields.pop("messages", None), fields.pop(IDS, None)
+    if (prompt is None) + (messages is None) + (ids is None) != 2:
+        given = [name for name in SOURCES if record.get(name) is not None]
+        has = f"this line has {' and '.join(given)}" if given else "this line has none"
         raise LineError(f"exactly one of prompt, messages and prompt_token_ids is needed; {has}.")
-    line, source = LineRequest(number, fields.pop("id", number), "plain", fields), sources[0]
-    value = fields.pop(source)
-    if source == "messages":
-        line.messages, line.chat = check_messages(value), check_chat_options(record)
+    if messages is not None:
+        line.messages, line.chat = check_messages(messages), check_chat_options(fields)
         for name in CHAT_FIELDS:
             fields.pop(name, None)
         return line
-    for name in CHAT_FIELDS:
-        if name in fields:
-            raise LineError(f"{name} belongs to messages; this line has {source}.")
-    if source == "prompt":
-        line.prompt = typed(record, source, str, "a text")
+    if not CHAT_FIELDS.isdisjoint(fields):
+        name, source = next(name for name in CHAT_FIELDS if name in fields), "prompt" if ids is None else IDS
+        raise LineError(f"{name} belongs to messages; this line has {source}.")
+    if ids is not None:
+        line.prompt_token_ids = check_token_ids(IDS, ids)
     else:
-        line.prompt_token_ids = check_token_ids(source, value)
+        line.prompt = typed(record, "prompt", str, "a text")
     return line
 
 
 def plain_answer(line: LineRequest, result: RequestOutput) -> dict[str, Any]:
     """The output record of a finished line. With n > 1 the samples stand in `outputs`, else at the top."""
-    samples = [_sample(output) for output in result.outputs]
-    answer = {
-        "id": line.id,
-        "line": line.number,
-        **({"outputs": samples} if len(samples) > 1 else samples[0]),
-        "prompt_tokens": len(result.prompt_token_ids),
-        "completion_tokens": num_tokens(result),
-        "cached_tokens": result.num_cached_tokens,
-    }
+    answer: dict[str, Any] = {"id": line.id, "line": line.number}
+    if len(result.outputs) > 1:
+        answer["outputs"] = [_add_sample({}, output) for output in result.outputs]
+    else:
+        _add_sample(answer, result.outputs[0])
+    answer["prompt_tokens"] = len(result.prompt_token_ids)
+    answer["completion_tokens"] = num_tokens(result)
+    answer["cached_tokens"] = result.num_cached_tokens
     if result.prompt_logprobs is not None:
         answer["prompt_logprobs"] = [None if entry is None else _candidates(entry) for entry in result.prompt_logprobs]
     return answer
@@ -75,19 +76,18 @@ def plain_error(line_id: LineId, number: int, kind: str, message: str) -> dict[s
     return {"id": line_id, "line": number, "error": {"type": kind, "message": message}}
 
 
-def _sample(output: CompletionOutput) -> dict[str, Any]:
-    sample: dict[str, Any] = {
-        "text": output.text,
-        "token_ids": output.token_ids,
-        "finish_reason": output.finish_reason,
-        "stop_reason": output.stop_reason,
-    }
+def _add_sample(record: dict[str, Any], output: CompletionOutput) -> dict[str, Any]:
+    """The record with what a sample says."""
+    record["text"] = output.text
+    record["token_ids"] = output.token_ids
+    record["finish_reason"] = output.finish_reason
+    record["stop_reason"] = output.stop_reason
     if output.logprobs is not None:
-        sample["logprobs"] = [
+        record["logprobs"] = [
             {"token_id": chosen, "logprob": json_logprob(entry[chosen].logprob), "top": _candidates(entry)}
             for chosen, entry in zip(output.token_ids, output.logprobs, strict=True)
         ]
-    return sample
+    return record
 
 
 def _candidates(entry: TokenLogprobs) -> list[dict[str, Any]]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
@@ -16,13 +16,14 @@ import msgspec
 from configs.schema import SamplingConfig
 from moe.batch.lines import content_of
 from moe.engine import chat
-from moe.engine.request import RequestOutput, SamplingParams, derive_seed
+from moe.engine.request import RequestOutput, SamplingParams, Seeds
 
 LineId = Any  # any JSON value; it comes back as it went in
 # Stands for minus infinity, which JSON lacks; OpenAI's own value.
 LOWEST_LOGPROB = -9999.0
 KEPT_PARAMS, KEPT_BYTES = 256, 1000
 SAMPLING_FIELDS = frozenset(item.name for item in fields(SamplingParams))
+CHAT_FIELDS = dict.fromkeys(("tools", "chat_template_kwargs", "add_generation_prompt", "continue_final_message")).keys()
 
 
 class LineError(ValueError):
@@ -39,6 +40,9 @@ class ChatOptions:
     continue_final_message: bool = False
 
 
+DEFAULT_CHAT = ChatOptions()
+
+
 class LineRequest(msgspec.Struct, gc=False):  # made for each line of a job; JSON's values know no cycles
     """One line, understood: exactly one of prompt, prompt_token_ids and messages is set.
 
@@ -53,7 +57,7 @@ class LineRequest(msgspec.Struct, gc=False):  # made for each line of a job; JSO
     prompt: str | None = None
     prompt_token_ids: list[int] | None = None
     messages: list[dict[str, Any]] | None = None
-    chat: ChatOptions = ChatOptions()
+    chat: ChatOptions = DEFAULT_CHAT
     model: str | None = None  # as the OpenAI body names it; comes back in the answer
 
 
@@ -65,7 +69,7 @@ class LineParams:
     """
 
     def __init__(self, sampling: SamplingConfig, generation_defaults: Mapping[str, Any]) -> None:
-        self._job_seed = sampling.seed
+        self._seeds = Seeds(sampling.seed)
         self._defaults = generation_defaults
         self._command_line = command_line_layer(sampling)
         self._kept: tuple[dict[bytes, SamplingParams], ...] = ({}, {})  # of prompts, of chats
@@ -88,8 +92,10 @@ class LineParams:
         return params
 
     def seed_of(self, line: LineRequest, params: SamplingParams) -> int:
-        """Of the line's first sample."""
-        return params.seed if params.seed is not None else line_seed(self._job_seed, line.id)
+        """Of the line's first sample; the engine derives those of further samples from it and their index."""
+        if params.seed is not None:
+            return params.seed
+        return self._seeds.of(line.id if type(line.id) in (str, int) else json.dumps(line.id))
 
 
 def resolve_params(
@@ -99,12 +105,6 @@ def resolve_params(
     return LineParams(sampling, generation_defaults).of(line)
 
 
-def line_seed(job_seed: int, line_id: LineId) -> int:
-    """Seed of a line's first sample; the engine derives those of further samples from it and their index."""
-    part = line_id if isinstance(line_id, str | int) and not isinstance(line_id, bool) else json.dumps(line_id)
-    return derive_seed(job_seed, part)
-
-
 def command_line_layer(sampling: SamplingConfig) -> dict[str, Any]:
     """The job's own sampling keys under SamplingParams' names; the job seed is no line's seed and stays out."""
     layer = {item.name: getattr(sampling, item.name) for item in fields(sampling) if item.name != "seed"}
@@ -112,11 +112,9 @@ def command_line_layer(sampling: SamplingConfig) -> dict[str, Any]:
     return layer
 
 
-def check_known(record: Mapping[str, Any], known: Iterable[str], where: str = "") -> None:
+def check_known(record: Mapping[str, Any], known: frozenset[str], where: str = "") -> None:
     """Raise LineError for the first key that is not known, with the nearest one that is."""
-    if not isinstance(known, frozenset):
-        known = frozenset(known)
-    if record.keys() <= known:
+    if known.issuperset(record):
         return
     names = sorted(known)
     for name in record:
@@ -124,6 +122,13 @@ def check_known(record: Mapping[str, Any], known: Iterable[str], where: str = ""
             found = difflib.get_close_matches(name, names, n=1)
             guess = f"did you mean {found[0]!r}?" if found else f"known are {', '.join(names)}."
             raise LineError(f"unknown field {name!r}{where}; {guess}")
+
+
+def without_nulls(record: dict[str, Any]) -> dict[str, Any]:
+    """A copy without the fields that are null, which ask for nothing."""
+    if None in record.values():
+        return {name: value for name, value in record.items() if value is not None}
+    return record.copy()
 
 
 def typed(record: Mapping[str, Any], name: str, kind: type | tuple[type, ...], words: str) -> Any:
@@ -155,7 +160,9 @@ def check_messages(value: Any) -> list[dict[str, Any]]:
 
 
 def check_chat_options(record: Mapping[str, Any]) -> ChatOptions:
-    """tools, chat_template_kwargs, add_generation_prompt and continue_final_message of a line with messages."""
+    """What a line with messages says of CHAT_FIELDS."""
+    if CHAT_FIELDS.isdisjoint(record):
+        return DEFAULT_CHAT
     tools = typed(record, "tools", list, "a list of tool objects")
     for index, tool in enumerate(tools or ()):
         if not isinstance(tool, dict):

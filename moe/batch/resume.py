@@ -143,9 +143,9 @@ def unfinished(files: RunFiles) -> bool:
 def kept_errors(files: RunFiles, ledger: Ledger) -> Iterator[ErrorNote]:
     """A note of each error record that earlier runs have made and that stands."""
     with RecordReader([journal.path for journal in files.journals()]) as reader:
-        for entry in reader.at(ledger.failed_places()):
-            line_id, message = error_of(json.loads(entry.record))
-            yield ErrorNote(entry.number, None, line_id, entry.kind, message)
+        for number, record in reader.at(ledger.failed_places()):
+            line_id, message = error_of(json.loads(record))
+            yield ErrorNote(number, None, line_id, ledger.kind_of(number), message)
 
 
 def _refuse_output(files: RunFiles, made: dict[str, str], *, overwrite: bool) -> None:

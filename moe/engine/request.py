@@ -206,12 +206,22 @@ def digest_of(prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]
     return digest.hexdigest()
 
 
+class Seeds:
+    """63-bit seeds from another one and names: the same on every machine and in every Python."""
+
+    def __init__(self, seed: int) -> None:
+        self._digest = hashlib.blake2b(str(seed).encode(), digest_size=8)
+
+    def of(self, *parts: str | int) -> int:
+        digest = self._digest.copy()
+        for part in parts:
+            digest.update(f"\0{type(part).__name__}:{part}".encode("utf-8", "surrogatepass"))
+        return int.from_bytes(digest.digest(), "little") >> 1
+
+
 def derive_seed(seed: int, *parts: str | int) -> int:
-    """A 63-bit seed from another one and names: the same on every machine and in every Python."""
-    text = str(seed)
-    for part in parts:
-        text += f"\0{type(part).__name__}:{part}"
-    return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little") >> 1
+    """One of them; of many from the same seed, see Seeds."""
+    return Seeds(seed).of(*parts)
 
 
 def _check_int(name: str, value: Any, allowed: Range) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import time
 from pathlib import Path
@@ -57,7 +58,7 @@ entries = st.tuples(
 def test_a_record_comes_back(entry: tuple[int, int, str, bytes]) -> None:
     raw = frame(*entry)
     assert raw.count(b"\n") == 1 and raw.endswith(b"\n")
-    assert parse_frame(raw) == parse_frame(raw[:-1]) == Entry(*entry, 0, len(raw))
+    assert parse_frame(raw) == Entry(*entry, 0, len(raw)) and parse_frame(raw[:-1]) == Entry(*entry, 0, len(raw) - 1)
 
 
 @settings(max_examples=300, deadline=None)
@@ -219,7 +220,7 @@ def test_a_slow_disk_holds_the_answers_up(tmp_path: Path, monkeypatch: pytest.Mo
     with JournalWriter(tmp_path / "j", HEADER) as writer:
         for number in range(1, 500):
             writer.append(number, 0, b'{"id": "abcdefghijklmnopqrstuvwxyz"}\n')
-            gathered.append(writer._num_bytes)
+            gathered.append(writer._given - writer._written)
     assert max(gathered) < 1000 + 100 and len(numbers(tmp_path / "j")) == 499
 
 
@@ -234,6 +235,6 @@ def test_records_are_read_at_their_places_in_any_order(tmp_path: Path, monkeypat
     ledger.read(paths)
     assert len(list(seen.pending(Line(number, {}) for number in range(1, 21)))) == 20
     with RecordReader(paths) as reader:
-        found = [entry.number for entry in reader.at(ledger.places(seen))]
+        found = [(number, json.loads(record)["n"]) for number, record in reader.at(ledger.places(seen))]
         assert len(reader._open) <= 2
-    assert found == list(range(1, 21))
+    assert found == [(number, number) for number in range(1, 21)]

@@ -12,7 +12,7 @@ from moe.batch.lines import dump_line
 from moe.batch.openai import openai_answer, parse_openai
 from moe.batch.openai_fields import CHAT_KNOWN, COMPLETION_KNOWN, NO_EFFECT, ONLY_AT, REFUSED
 from moe.batch.plain import parse_plain, plain_answer
-from moe.batch.protocol import ChatOptions, LineError, LineParams, LineRequest, line_seed, resolve_params
+from moe.batch.protocol import ChatOptions, LineError, LineParams, LineRequest, resolve_params
 from moe.engine.request import CompletionOutput, Logprob, Request, RequestOutput, SamplingParams
 
 HI = [{"role": "user", "content": "hi"}]
@@ -261,19 +261,19 @@ def test_layers_that_contradict_each_other_fail_the_line() -> None:
 
 
 def test_seeds_depend_on_job_seed_and_id_alone() -> None:
-    def seed(number: int, line_id: Any, job: int = 0, **fields: Any) -> int | None:
+    def seed(number: int, line_id: Any, job: int = 0, **fields: Any) -> int:
         line = parse_plain(number, {"id": line_id, "prompt": "x", **fields})
         params = LineParams(SamplingConfig(seed=job), {})
         return params.seed_of(line, params.of(line))
 
-    assert seed(1, "a") == seed(99, "a") == line_seed(0, "a")
+    assert seed(1, "a") == seed(99, "a")
     different = [seed(1, "a"), seed(1, "b"), seed(1, "a", job=1), seed(1, 1), seed(1, "1"), seed(1, True), seed(1, 1.5)]
     assert len(set(different)) == len(different)
     assert seed(1, "a", seed=5) == 5
     # The same on every machine: a frozen value. It changes only if answers of old jobs may change.
-    assert line_seed(0, "a") == 4_430_979_875_597_297_393
-    request = Request("line-1", [1], SamplingParams(n=3), seed=line_seed(0, "a"))
-    assert len({request.seed_of(index) for index in range(3)}) == 3 and request.seed_of(0) == line_seed(0, "a")
+    assert seed(1, "a") == 4_430_979_875_597_297_393
+    request = Request("line-1", [1], SamplingParams(n=3), seed=7)
+    assert len({request.seed_of(index) for index in range(3)}) == 3 and request.seed_of(0) == 7
 
 
 def result(n: int = 1, *, logprobs: bool = False) -> RequestOutput:
