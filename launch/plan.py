@@ -32,7 +32,8 @@ from launch.words import helped, number_above_zero, own_words, positive, refuse
 from moe.engine.forecast import Forecast, Subject, forecast
 from moe.engine.machine import OTHER_BYTES, Machine
 from moe.engine.memory_plan import GIB
-from moe.engine.parts import kv_layout, resolve_dtype, resolve_max_model_len, step_limits
+from moe.engine.parts import step_limits
+from moe.engine.resolve import kv_layout, resolve_dtype, resolve_max_model_len
 from moe.model.hub import resolve_model
 from moe.model.load_model import open_model
 

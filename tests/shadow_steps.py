@@ -30,8 +30,8 @@ from torch.utils._pytree import tree_leaves
 
 from kv_cache.pool import KVPool
 from moe.engine.measure import decode_step, prefill_step
-from moe.engine.parts import kv_layout
 from moe.engine.request import SamplingParams
+from moe.engine.resolve import kv_layout
 from moe.engine.sampler import Sampler, SampleRow, SamplingBatch
 from moe.engine.workspace import StepLimits
 from moe.model.causal_lm import CausalLM

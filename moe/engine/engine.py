@@ -34,9 +34,10 @@ from moe.engine.cuda_graphs import DecodeGraphs
 from moe.engine.in_flight import InFlight
 from moe.engine.intake import Intake
 from moe.engine.measure import plan_cache
-from moe.engine.parts import Parts, kv_layout, load_parts
+from moe.engine.parts import Parts, load_parts
 from moe.engine.places import make_places
 from moe.engine.request import Request, RequestOutput
+from moe.engine.resolve import kv_layout
 from moe.engine.runner import Runner
 from moe.engine.sampler import Sampler
 from moe.engine.scheduler import Schedule, Scheduler

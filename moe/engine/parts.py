@@ -17,18 +17,19 @@ from configs.schema import Config, EngineConfig
 from expert_parallel.choice import dispatcher_problems
 from expert_parallel.group import Ranks
 from kernels.checks import cdiv
-from kernels.quantize import supports_fp8
-from kv_cache.layout import KVLayout, LayerScales, Quantization
+from kv_cache.layout import KVLayout, LayerScales
 from moe.engine.balance import check_files
 from moe.engine.forecast import Forecast, Subject, forecast
 from moe.engine.machine import Machine, find_machine
 from moe.engine.memory_plan import GIB
 from moe.engine.network import Network
+from moe.engine.request import SamplingParams
+from moe.engine.resolve import kv_layout, resolve_dtype, resolve_max_model_len
 from moe.engine.tokenizer import Tokenizer
 from moe.engine.workspace import StepLimits
 from moe.model.cache_scales import find_cache_scales
 from moe.model.causal_lm import CausalLM
-from moe.model.config import MLAConfig, ModelConfig
+from moe.model.config import ModelConfig
 from moe.model.families.registry import read_config
 from moe.model.hub import resolve_model
 from moe.model.load_model import Spread, load_model, open_model
@@ -37,7 +38,6 @@ from moe.model.overlap import choose_overlap
 
 logger = logging.getLogger(__name__)
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # Answers in progress where the config leaves it open: a GPU's step takes less than twice as long for twice the rows.
 GPU_NUM_SEQS, CPU_NUM_SEQS = 1024, 256
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
@@ -60,8 +60,9 @@ class Parts:
 
     @property
     def eos_ids(self) -> frozenset[int]:
-        """The union of all the sources that name one."""
-        return frozenset(self.model.eos_token_ids) | frozenset(self.tokenizer.eos_ids if self.tokenizer else ())
+        """The union of all the sources that name one; what the model has no row for is never drawn, nor masked."""
+        ids = frozenset(self.model.eos_token_ids) | frozenset(self.tokenizer.eos_ids if self.tokenizer else ())
+        return frozenset(each for each in ids if 0 <= each < self.model.vocab_size)
 
     @property
     def graph_safe(self) -> bool:
@@ -189,8 +190,7 @@ def outline_parts(config: Config, device: torch.device) -> Outline:
     tokenizer = None
     if any((tokenizer_folder / file).is_file() for file in TOKENIZER_FILES):
         tokenizer = Tokenizer(folder, tokenizer_folder=tokenizer_folder, chat_template=config.job.chat_template)
-        if not tokenizer.has_chat_template:
-            logger.warning("%s holds no chat template: messages need one as job.chat_template=", tokenizer_folder)
+        _warn_of_tokenizer(tokenizer, tokenizer_folder, model)
     else:
         logger.warning("%s holds no tokenizer: prompts must be token ids, answers have no text", tokenizer_folder)
     cache = config.cache
@@ -198,6 +198,24 @@ def outline_parts(config: Config, device: torch.device) -> Outline:
     cache_scales = find_cache_scales(cache.dtype, cache.scales, weights, model, dtype)
     layout = kv_layout(model, cache.block_size, dtype, cache.dtype, device, cache_scales)
     return Outline(folder, model, tokenizer, dtype, device, max_model_len, cache_scales, layout)
+
+
+def _warn_of_tokenizer(tokenizer: Tokenizer, folder: Path, model: ModelConfig) -> None:
+    """What some prompts will meet, said before the first."""
+    if not tokenizer.has_chat_template:
+        logger.warning("%s holds no chat template: messages need one as job.chat_template=", folder)
+    beyond = [each for each in (*tokenizer.eos_ids, *model.eos_token_ids) if not 0 <= each < model.vocab_size]
+    if beyond:
+        logger.warning(
+            "%s: id %d is said to end a text, but the model's vocabulary has %d ids: it never will; does the tokenizer "
+            "belong to this model?",
+            *(folder, beyond[0], model.vocab_size),
+        )
+    for name, value in tokenizer.generation_defaults.items():
+        try:
+            SamplingParams.from_layers({name: value})
+        except ValueError as error:
+            logger.warning("generation_config.json of %s fails chats that do not give %s: %s", folder, name, error)
 
 
 def load_parts(config: Config, ranks: Ranks | None = None) -> Parts:
@@ -287,60 +305,3 @@ def resolve_device(name: str) -> torch.device:
     if name == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())
-
-
-def resolve_dtype(name: str, checkpoint: str, device: torch.device) -> torch.dtype:
-    """auto: the checkpoint's own on a GPU, float32 on the CPU."""
-    if name == "auto":
-        return DTYPES[checkpoint] if device.type == "cuda" else torch.float32
-    if name not in DTYPES:
-        raise ValueError(f"dtype={name!r} is not known; use auto, {', '.join(DTYPES)}.")
-    return DTYPES[name]
-
-
-def resolve_max_model_len(requested: int | None, model: ModelConfig) -> int:
-    """The longest sequence, prompt and answer together: the position table is exactly so long."""
-    rope, limit = model.rope, model.max_positions
-    if rope.scaling == "yarn":
-        limit = max(limit, int(rope.factor * rope.original_max_positions))
-    if requested is None:
-        return model.max_positions
-    if requested < 2:
-        raise ValueError(f"engine.max_model_len={requested} leaves no room for a prompt and a token; use 2 or more.")
-    if requested > limit:
-        way_out = "use a checkpoint with rope scaling" if rope.scaling == "default" else "use one with a larger factor"
-        source = "max_position_embeddings" if limit == model.max_positions else "yarn length (factor x original)"
-        raise ValueError(
-            f"engine.max_model_len={requested} exceeds this checkpoint's {source}={limit}; lower it, or {way_out}."
-        )
-    return requested
-
-
-def kv_layout(
-    model: ModelConfig,
-    block_size: int,
-    dtype: torch.dtype,
-    cache_dtype: str,
-    device: torch.device,
-    layer_scales: tuple[LayerScales, ...] = (),
-) -> KVLayout:
-    """The cache's layout: keys and values per head, or MLA's latent. ValueError where model or device forbid it."""
-    quantization: Quantization = "none"
-    if cache_dtype == "fp8" or cache_dtype == "fp8-layer" or cache_dtype == "int4":
-        quantization = cache_dtype
-    if quantization == "none" and cache_dtype != "auto" and DTYPES.get(cache_dtype) is not dtype:
-        raise ValueError(
-            f"cache.dtype={cache_dtype!r} differs from the model's {str(dtype).removeprefix('torch.')}, the only one "
-            "that the cache can hold besides fp8, fp8-layer and int4; use cache.dtype=auto or fp8."
-        )
-    if quantization in ("fp8", "fp8-layer") and not supports_fp8(device):
-        raise ValueError(
-            f"cache.dtype={cache_dtype!r} needs a GPU of compute capability 8.9 or above, and "
-            f"{torch.cuda.get_device_name(device)} is none; use cache.dtype=auto or int4."
-        )
-    attention = model.attention
-    if isinstance(attention, MLAConfig):
-        widths = (attention.kv_lora_rank, attention.qk_rope_head_dim)
-        return KVLayout.mla(model.num_layers, block_size, *widths, dtype, quantization, layer_scales)
-    heads = (attention.num_kv_heads, attention.head_dim)
-    return KVLayout.gqa(model.num_layers, block_size, *heads, dtype, quantization, layer_scales)

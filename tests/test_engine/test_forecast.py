@@ -18,7 +18,8 @@ from moe import LLM
 from moe.engine.forecast import Forecast, Subject, forecast
 from moe.engine.machine import OTHER_BYTES, Machine
 from moe.engine.memory_plan import GIB, DeviceMemory, plan_memory
-from moe.engine.parts import kv_layout, step_limits
+from moe.engine.parts import step_limits
+from moe.engine.resolve import kv_layout
 from moe.model.families.registry import read_config
 from moe.model.weight_sizes import weight_sizes
 

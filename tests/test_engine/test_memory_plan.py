@@ -15,7 +15,8 @@ from moe import LLM
 from moe.engine import measure
 from moe.engine.measure import decode_step, measure_memory, prefill_step
 from moe.engine.memory_plan import GIB, DeviceMemory, MemoryPlan, plan_memory
-from moe.engine.parts import kv_layout, resolve_device, resolve_dtype, resolve_max_model_len
+from moe.engine.parts import resolve_device
+from moe.engine.resolve import kv_layout, resolve_dtype, resolve_max_model_len
 from moe.engine.sampler import Sampler
 from moe.engine.workspace import StepLimits
 from moe.model.config import GQAConfig, RopeConfig

@@ -42,9 +42,7 @@ def no_weights(monkeypatch: pytest.MonkeyPatch) -> list[object]:
 def test_c41_a_missing_chat_template_is_said_at_the_start(
     tmp_path: Path, no_weights: list[object], caplog: pytest.LogCaptureFixture
 ) -> None:
-    for file in resolve_model("demo", None).iterdir():
-        if file.suffix in (".json", ".jinja"):
-            shutil.copy(file, tmp_path)
+    copied_demo(tmp_path)
     (tmp_path / "chat_template.jinja").unlink(missing_ok=True)
     described = json.loads((tmp_path / "tokenizer_config.json").read_text("utf-8"))
     described.pop("chat_template", None)
@@ -83,6 +81,40 @@ def test_weights_that_the_hosts_memory_cannot_hold_are_refused_on_the_cpu(
     assert no_weights
 
 
+def copied_demo(folder: Path, **changes: dict[str, object]) -> Path:
+    """The demo model's files without weights, some fields of them changed: `generation_config={...}`."""
+    for file in resolve_model("demo", None).iterdir():
+        if file.suffix in (".json", ".jinja"):
+            shutil.copy(file, folder)
+    for name, fields in changes.items():
+        file = folder / f"{name}.json"
+        file.write_text(json.dumps(json.loads(file.read_text("utf-8")) | fields), encoding="utf-8")
+    return folder
+
+
+@pytest.mark.parametrize("beyond", [-1, 2048, 99999])
+def test_an_end_that_the_vocabulary_lacks_is_said_and_left_out(
+    beyond: int, tmp_path: Path, no_weights: list[object], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Fine-tuned checkpoints name such ids. Masked for min_tokens, one ended the whole engine, or masked another id."""
+    folder = copied_demo(tmp_path, generation_config={"eos_token_id": [5, beyond]})
+    config = Config(model=str(folder), engine=EngineConfig(device="cpu"))
+    with caplog.at_level(logging.WARNING):
+        made = parts.load_parts(config)
+    assert 5 in made.eos_ids and beyond not in made.eos_ids and no_weights
+    assert f"id {beyond} is said to end a text, but the model's vocabulary has 2048 ids" in caplog.text
+
+
+def test_sampling_defaults_that_chats_will_fail_by_are_said_at_the_start(
+    tmp_path: Path, no_weights: list[object], caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = copied_demo(tmp_path, generation_config={"top_p": 0, "temperature": 0.5})
+    with caplog.at_level(logging.WARNING):
+        parts.load_parts(Config(model=str(folder), engine=EngineConfig(device="cpu")))
+    text = f"generation_config.json of {folder} fails chats that do not give top_p: top_p=0 is out of range"
+    assert [each.startswith(text) for each in caplog.messages] == [True] and no_weights
+
+
 @pytest.mark.parametrize("key", ["profile", "load_file"])
 def test_files_that_cannot_be_written_later_are_refused_before_the_weights(
     key: str, no_weights: list[object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -96,7 +128,7 @@ def test_files_that_cannot_be_written_later_are_refused_before_the_weights(
         load(tmp_path / "none" / "x.json")
     with pytest.raises(ValueError, match=rf"balance\.{key}=.* is a folder; give the name of a file"):
         load(tmp_path)
-    monkeypatch.setattr(balance_module.os, "access", lambda *_: False)
+    monkeypatch.setattr(os, "access", lambda *_: False)
     with pytest.raises(ValueError, match=rf"balance\.{key}=.*/x\.json cannot be written: .* is closed to this user"):
         load(tmp_path / "x.json")
     monkeypatch.undo()

@@ -19,7 +19,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Atten
 from transformers.models.mixtral.modeling_mixtral import MixtralAttention, MixtralRotaryEmbedding
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeAttention, Qwen3MoeRotaryEmbedding
 
-from moe.engine.parts import resolve_max_model_len
+from moe.engine.resolve import resolve_max_model_len
 from moe.model.config import MLAConfig, ModelConfig
 from moe.model.families.registry import parse_config, weight_table
 from moe.model.families.weight_rule import WeightRule
