@@ -6,6 +6,8 @@ Each message names the key, its value, what it conflicts with and the way out.
 from __future__ import annotations
 
 import math
+import os
+from pathlib import Path
 from typing import NamedTuple
 
 from configs.schema import Config, Section
@@ -263,6 +265,21 @@ def _check_input(config: Config) -> None:
             "job.strict=true reads every line before the first is answered, and input=- (standard input) can be read "
             "once; write it to a file first, or leave job.strict out."
         )
+
+
+def file_to_write(name: str, value: str) -> Path:
+    """The file that the key `name` names, for something that is written at the end of much work. ValueError where it
+    could not be, as far as can be told before."""
+    path = Path(value)
+    folder = path.parent
+    # Not Path's methods: they raise where the system refuses the very question.
+    if not os.path.isdir(folder):
+        raise ValueError(f"{name}={value} cannot be written: there is no folder {folder}; make it first.")
+    if os.path.isdir(path):
+        raise ValueError(f"{name}={value} cannot be written: it is a folder; give the name of a file.")
+    if not os.access(path if os.path.exists(path) else folder, os.W_OK):
+        raise ValueError(f"{name}={value} cannot be written: it is closed to this user; give another.")
+    return path
 
 
 def _one_of(name: str, value: str, choices: tuple[str, ...]) -> None:

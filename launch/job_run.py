@@ -5,6 +5,7 @@ whole output at the end. One rank or several: the same way.
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -186,6 +187,10 @@ class JobRun:
                     view.update(progress, running=len(engine.scheduler.running), waiting=len(engine.scheduler.waiting))
 
             stack.enter_context(self._stop.gently())
+            # What is there by now stays to the end. A full pass of the collector over it would hold the device up for a
+            # quarter of a second, every few ten thousand lines.
+            gc.freeze()
+            stack.callback(gc.unfreeze)
             job.run(lines, journal, show, lambda: self._stop.wanted)
 
     def _say_start(self, engine: Engine) -> None:

@@ -49,6 +49,12 @@ def check_argument(argument: str) -> str:
     name, equals, raw = argument.partition("=")
     if not equals:
         raise ValueError(f"argument {argument!r} is no key=value; --help lists keys and flags.")
+    if not _is_text(argument):  # Python's stand-ins for such bytes, which Hydra would show with a trace
+        untouched = f"{FLAG_OF_KEY[name]} NAME" if name in FLAG_OF_KEY else f"--set {name}=NAME"
+        raise ValueError(
+            f"argument {argument!r} has bytes that are no UTF-8; rename the file, or hand its name over untouched: "
+            f"{untouched}."
+        )
     if name.startswith(("+", "~")) or "@" in name:
         raise ValueError(f"argument {argument!r}: keys cannot be added or removed; write {name.lstrip('+~')}=VALUE.")
     known = check_name(name)
@@ -131,6 +137,14 @@ def quote(text: str) -> str:
 def literal(text: str) -> str:
     """`text` with every `${` escaped, which would otherwise be filled in with another key's value."""
     return re.sub(r"(\\*)\$\{", lambda found: found[1] * 2 + r"\${", text)
+
+
+def _is_text(argument: str) -> bool:
+    try:
+        argument.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _parse(argument: str, name: str, raw: str) -> Override:

@@ -7,6 +7,8 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from configs.checks import file_to_write
+
 
 def asks_for_help(words: Sequence[str]) -> bool:
     """Whether a command is to say what it is for, and nothing else."""
@@ -87,9 +89,4 @@ def flag(own: Mapping[str, str], name: str, default: bool) -> bool:
 
 def output_file(own: Mapping[str, str], name: str) -> Path | None:
     """A file to be written; checked before the measuring, not after it."""
-    if name not in own:
-        return None
-    path = Path(own[name])
-    if path.is_dir() or not path.absolute().parent.is_dir():
-        raise ValueError(f"{name}={path} cannot be written: it must be a file in a folder that exists.")
-    return path
+    return file_to_write(name, own[name]) if name in own else None

@@ -13,7 +13,6 @@ A step that is on its way is not waited for by the host more than it must: movin
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections import deque
 from pathlib import Path
@@ -21,6 +20,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from configs.checks import file_to_write
 from configs.schema import BalanceConfig
 from expert_parallel.balancer import SlotShape
 from expert_parallel.group import ExpertGroup, Ranks
@@ -56,16 +56,8 @@ def layer_bundles(network: CausalLM) -> dict[int, Bundles]:
 def check_files(balance: BalanceConfig) -> None:
     """ValueError where a file that will be written at some later step could not be."""
     for key in ("profile", "load_file"):
-        path = getattr(balance, key)
-        if path is None:
-            continue
-        folder = Path(path).parent
-        if not folder.is_dir():
-            raise ValueError(f"balance.{key}={path} cannot be written: there is no folder {folder}; make it first.")
-        if Path(path).is_dir():
-            raise ValueError(f"balance.{key}={path} is a folder; give the name of a file.")
-        if not os.access(folder, os.W_OK):
-            raise ValueError(f"balance.{key}={path} cannot be written: {folder} is closed to this user; give another.")
+        if (path := getattr(balance, key)) is not None:
+            file_to_write(f"balance.{key}", path)
 
 
 def may_move(balance: BalanceConfig, num_ranks: int) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +17,6 @@ from configs.schema import BalanceConfig, CacheConfig, Config, EngineConfig, Job
 from expert_parallel.dispatcher import LocalDispatcher
 from expert_parallel.host_memory import HostMemory
 from kv_cache.layout import LayerScales
-from moe.engine import balance as balance_module
 from moe.engine import machine, parts
 from moe.engine.engine import Engine
 from moe.model.families.registry import read_config

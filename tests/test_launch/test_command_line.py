@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import shlex
 from pathlib import Path
 from typing import Any
@@ -78,6 +79,14 @@ def test_c34_stop_texts(raw: str, stops: list[str]) -> None:
     _, corrected, _, flags = refused(f"sampling.stop={raw}").splitlines()
     assert composed(*shlex.split(corrected)).sampling.stop == stops
     assert composed(*shlex.split(flags)).sampling.stop == stops
+
+
+@pytest.mark.parametrize(("key", "flag"), [("input", "--input NAME"), ("job.report", "--set job.report=NAME")])
+def test_a_name_that_is_no_utf8_is_refused_in_words_and_a_flag_takes_it(key: str, flag: str) -> None:
+    name = os.fsdecode(b"/d/b\xff.jsonl")
+    text = refused(f"{key}={name}")
+    assert "b\\udcff.jsonl" in text and "no UTF-8" in text and flag in text and "\n" not in text
+    assert composed("--input", name).input == name
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,14 @@ def test_values(tmp_path: Path) -> None:
         (lambda: number_above_zero({"seconds": "nan"}, "seconds", float, 1), "seconds=nan must be a number above 0."),
         (lambda: number_above_zero({"rounds": "x"}, "rounds", int, 1), "rounds=x must be a number above 0."),
         (lambda: flag({"parts": "yes"}, "parts", True), "parts=yes must be true or false."),
-        (lambda: output_file({"result": "/"}, "result"), "result=/ cannot be written"),
+        (
+            lambda: output_file({"result": "/"}, "result"),
+            "result=/ cannot be written: it is a folder; give the name of a",
+        ),
+        (
+            lambda: output_file({"result": "/none/r"}, "result"),
+            "result=/none/r cannot be written: there is no folder /n",
+        ),
     ],
 )
 def test_wrong_values(read, text: str) -> None:
