@@ -43,12 +43,12 @@ class InputFault(ValueError):
     """The input is damaged, so that nothing behind the lines read so far can be read. The text names file and place."""
 
 
-@dataclass(slots=True)  # never changed once made; frozen ones take three times as long to make
+@dataclass(slots=True)  # frozen ones take three times as long to make
 class Line:
     """A JSON object and the number of its line, counted from 1 over all files of a job, blank lines included.
 
     `origin`: "file:line", where the job has several files. `num_bytes`: about what the record takes in memory.
-    `checksum`: of the record's content_of, where the reader made it anyway.
+    `checksum`: of the record as content_of writes it, where the reader had that at hand.
     """
 
     number: int

@@ -17,7 +17,7 @@ import os
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -107,22 +107,21 @@ class Source:
         """Every record in the order of the inputs, at most `limit`. InputFault where one turns out to be damaged."""
         number = given = 0  # lines before this input; records so far
         for each in self._inputs:
-            given_here, counter = 0, _Counter()
+            before, counter = given, _Counter()
             try:
                 left = None if limit is None else limit - given
                 for line in self._numbered(each, left, counter):
-                    given_here += 1
-                    origin = f"{each.name}:{line.number}" if len(self._inputs) > 1 else None
-                    if number or origin:
-                        line = replace(line, number=number + line.number, origin=origin)
+                    if len(self._inputs) > 1:
+                        line.origin = f"{each.name}:{line.number}"
+                        line.number += number
                     given += 1
                     yield line
             except (InputFault, DamagedStream, OSError) as error:
                 reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
                 rest = f", or answer the {given} records up to there alone with job.limit={given}" if given else ""
                 raise InputFault(
-                    f"{each.name} cannot be read on: {reason.rstrip('.')}, after {given_here} records of it; fetch or "
-                    f"write it again{rest}."
+                    f"{each.name} cannot be read on: {reason.rstrip('.')}, after {given - before} records of it; "
+                    f"fetch or write it again{rest}."
                 ) from error
             if limit is not None and given >= limit:
                 return
@@ -159,8 +158,8 @@ class Source:
             return
         with self._opened(each) as file:
             reader = LineReader(file, limit)
-            for line in reader:
-                yield line if self._columns is None else _renamed(line, self._columns)
+            columns = self._columns
+            yield from reader if columns is None else (_renamed(line, columns) for line in reader)
             counter.number = reader.number
 
     @contextmanager
@@ -276,9 +275,11 @@ def _check_columns(table: Table, wanted: Mapping[str, str]) -> None:
 def _renamed(line: Line | BadLine, columns: Mapping[str, str]) -> Line | BadLine:
     """The line with the fields that job.columns makes of its record."""
     record = line.record
-    if record is None:
-        return line
-    return replace(line, record={field: record[column] for field, column in columns.items() if column in record})
+    if record is not None:
+        line.record = {field: record[column] for field, column in columns.items() if column in record}
+    if isinstance(line, Line):
+        line.checksum = None  # of what it held before
+    return line
 
 
 def _add_content(content: Any, file: Path, num_pieces: int) -> None:

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from configs.checks import freeze
 from configs.schema import Config, JobConfig
+from moe.batch.ledger import line_digest
 from moe.batch.lines import BadLine, InputFault, Line
 from moe.batch.sources import DEMO_PROMPTS, Source, column_mapping, job_lines, resolve_order
 from moe.batch.streams import unpacked
@@ -300,6 +301,7 @@ def test_columns_rename_the_fields_of_lines_too(tmp_path: Path) -> None:
     path.write_bytes(b'{"q":"x","other":1}\nnope\n{"other":2}\n{"q":"y","q":"z"}\n')
     first, bad, without, twice = read(path, columns=["prompt:q"])
     assert first == Line(1, {"prompt": "x"}) and without == Line(3, {})
+    assert line_digest(first) == line_digest(Line(1, {"prompt": "x"}))  # of what it holds now
     assert isinstance(bad, BadLine) and bad.record is None
     assert isinstance(twice, BadLine) and twice.record == {"prompt": "z"}
     assert column_mapping(["prompt:a:b"]) == {"prompt": "a:b"}
