@@ -3,9 +3,10 @@
     python benchmarks/job_overhead.py lines=200000 repeat=5
 
 Time per line is the processor time of a whole job, all threads, less that of the same engine without a job. On a busy
-machine processor time grows too; `yardstick_us`, the time of one json.dumps of 100 numbers in the same process (about
-5 us on a quiet core), tells by how much. Memory is read while it runs. Passes take turns, each in a fresh process; the
-median counts. `parts=true` names the functions that take the time.
+machine processor time grows too. `yardstick_us` tells by how much: the time of one json.dumps of 100 numbers, taken all
+along the job; `quiet_us_per_line` is what the job would take where that is 5 us, as on a quiet core. Memory is read
+while it runs. Passes take turns, each in a fresh process; the median counts. `parts=true` names the functions that
+take the time.
 
 Keys: lines, line_bytes (of the prompt), answer_tokens, form (plain or openai), order (file or prefix), repeat, parts,
 folder (where files are made; a temporary one by default). The figures go to the screen, and last as one line of JSON.
@@ -14,6 +15,7 @@ folder (where files are made; a temporary one by default). The figures go to the
 from __future__ import annotations
 
 import cProfile
+import gc
 import io
 import json
 import pstats
@@ -23,7 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +47,7 @@ from moe.engine.request import CompletionOutput, Request, RequestOutput, Samplin
 from moe.engine.stats import EngineStats  # noqa: E402
 
 AT_A_TIME = 256  # answers that the stub has in progress
-YARDSTICK_TIMES = 20_000
+YARDSTICK_TIMES, QUIET_YARDSTICK_US = 16, 5.0
 SAMPLES = 40  # readings of memory over a job
 DEFAULTS = {
     "lines": 100_000,
@@ -58,6 +60,26 @@ DEFAULTS = {
     "folder": "",
     "only": "",
 }
+
+
+class Yardstick:
+    """How long a fixed piece of work takes, all along some other work. `seconds` were spent on it in all."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._times = 0
+        self._numbers = list(range(100))
+
+    def take(self) -> None:
+        begin = time.thread_time()
+        for _ in range(YARDSTICK_TIMES):
+            json.dumps(self._numbers)
+        self.seconds += time.thread_time() - begin
+        self._times += YARDSTICK_TIMES
+
+    @property
+    def one(self) -> float:
+        return self.seconds / self._times
 
 
 class StubTokenizer:
@@ -127,16 +149,18 @@ def write_input(path: Path, options: Mapping[str, Any]) -> None:
             file.write(json.dumps(record) + "\n")
 
 
-def bare_seconds(options: Mapping[str, Any]) -> float:
+def run_bare(options: Mapping[str, Any]) -> dict[str, float]:
     """The stub alone: making requests, and handing out answers."""
     engine, ids = StubEngine(options["answer_tokens"]), StubTokenizer().encode_prompt("")
-    params = SamplingParams()
+    params, yardstick = SamplingParams(), Yardstick()
+    gc.freeze()
     begin = time.process_time()
     for start in range(0, options["lines"], AT_A_TIME):
         for number in range(start, min(start + AT_A_TIME, options["lines"])):
             engine.add_request(Request(f"line-{number}", ids, params))
         engine.step()
-    return time.process_time() - begin
+        yardstick.take()
+    return {"seconds": time.process_time() - begin - yardstick.seconds, "yardstick": yardstick.one}
 
 
 def run_job(source: Path, output: Path, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -149,12 +173,16 @@ def run_job(source: Path, output: Path, options: Mapping[str, Any]) -> dict[str,
     every = max(options["lines"] // SAMPLES, 1)
     engine, monitor = StubEngine(options["answer_tokens"]), Monitor(config, [])
 
+    yardstick = Yardstick()
+
     def look(progress: Progress) -> None:
         monitor.step(progress)
+        yardstick.take()
         if progress.lines_done >= every * len(memory):
             memory.append(resident_mib())
 
     files, fingerprint, ledger = RunFiles(output), {"stub": "1"}, Ledger()
+    gc.freeze()  # as launch.generate does
     begin, wall = time.process_time(), time.perf_counter()
     lines = ledger.pending(job_lines(config, Source.open(config)))
     with JournalWriter(files.journal_path(1, 0), Header(1, 0, fingerprint)) as journal:
@@ -170,18 +198,13 @@ def run_job(source: Path, output: Path, options: Mapping[str, Any]) -> dict[str,
     written = sum(1 for _ in output.open("rb"))
     assert written == options["lines"], f"{written} records of {options['lines']} lines"
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    numbers = list(range(100))
-    yard = time.process_time()
-    for _ in range(YARDSTICK_TIMES):
-        json.dumps(numbers)
-    yardstick = (time.process_time() - yard) / YARDSTICK_TIMES
     # The first readings are of a job that fills its window.
     settled = memory[len(memory) // 5]
     return {
-        "seconds": seconds,
+        "seconds": seconds - yardstick.seconds,
         "output_seconds": seconds - answered,
-        "wall": wall,
-        "yardstick": yardstick,
+        "wall": wall - yardstick.seconds,
+        "yardstick": yardstick.one,
         "settled_mib": settled,
         "end_mib": memory[-1],
         "peak_mib": peak,
@@ -199,6 +222,13 @@ def in_fresh_process(options: Mapping[str, Any], **changed: Any) -> dict[str, An
     words = [f"{name}={value}" for name, value in (options | changed).items()]
     done = subprocess.run([sys.executable, __file__, *words], capture_output=True, text=True, check=True)
     return json.loads(done.stdout.splitlines()[-1])
+
+
+def less(
+    jobs: Sequence[dict[str, float]], bares: Sequence[dict[str, float]], of: Callable[[dict[str, float]], float]
+) -> list[float]:
+    """What the jobs take more than the stub alone."""
+    return [of(job) - of(bare) for job, bare in zip(jobs, bares, strict=True)]
 
 
 def show_parts(source: Path, output: Path, options: Mapping[str, Any]) -> None:
@@ -221,7 +251,7 @@ def main(words: Sequence[str]) -> None:
     with tempfile.TemporaryDirectory(dir=options["folder"] or None) as folder:
         source, output = Path(folder, "in.jsonl"), Path(folder, "out.jsonl")
         if options["only"] == "bare":
-            print(json.dumps({"seconds": bare_seconds(options)}))
+            print(json.dumps(run_bare(options)))
             return
         write_input(source, options)
         if options["only"] == "job":
@@ -232,17 +262,19 @@ def main(words: Sequence[str]) -> None:
     jobs, bares = [], []
     for _ in range(options["repeat"]):
         jobs.append(in_fresh_process(options, only="job", parts=False))
-        bares.append(in_fresh_process(options, only="bare", parts=False)["seconds"])
-    per_line = [(job["seconds"] - bare) / options["lines"] * 1e6 for job, bare in zip(jobs, bares, strict=True)]
+        bares.append(in_fresh_process(options, only="bare", parts=False))
+    per_line = [per_job / options["lines"] * 1e6 for per_job in less(jobs, bares, lambda run: run["seconds"])]
+    quiet = less(jobs, bares, lambda run: run["seconds"] / run["yardstick"] * QUIET_YARDSTICK_US)
     result = {
         **{name: options[name] for name in ("lines", "line_bytes", "answer_tokens", "form", "order", "repeat")},
         "us_per_line": statistics.median(per_line),
         "us_per_line_least": min(per_line),
         "us_per_line_most": max(per_line),
+        "quiet_us_per_line": statistics.median(quiet) / options["lines"],
         "of_it_output": statistics.median(job["output_seconds"] for job in jobs) / options["lines"] * 1e6,
         "yardstick_us": statistics.median(job["yardstick"] for job in jobs) * 1e6,
         "wall_us_per_line": statistics.median(job["wall"] for job in jobs) / options["lines"] * 1e6,
-        "stub_us_per_line": statistics.median(bares) / options["lines"] * 1e6,
+        "stub_us_per_line": statistics.median(bare["seconds"] for bare in bares) / options["lines"] * 1e6,
         "settled_mib": statistics.median(job["settled_mib"] for job in jobs),
         "end_mib": statistics.median(job["end_mib"] for job in jobs),
         "peak_mib": statistics.median(job["peak_mib"] for job in jobs),
