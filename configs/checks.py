@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import math
 import os
+from numbers import Integral, Real
+from operator import attrgetter
 from pathlib import Path
 from typing import NamedTuple
 
-from configs.schema import Config, Section
+from configs.schema import Config, Section, known_keys
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 CACHE_DTYPES = (*DTYPES, "fp8", "fp8-layer", "int4")
@@ -58,7 +60,11 @@ def freeze(config: Config) -> Config:
 
 
 def check(config: Config) -> None:
-    """Raise ValueError for the first key that is out of its range or in conflict with another."""
+    """Raise ValueError for the first key that is of another type, out of its range or in conflict with another."""
+    for each in known_keys():
+        value = attrgetter(each.name)(config)
+        if not (each.nullable if value is None else _has_type(value, each.base)):
+            raise ValueError(f"{each.name}={value!r} is no value for this key; it takes {each.words}.")
     _check_choices(config)
     _check_sampling(config)
     _check_engine(config)
@@ -280,6 +286,15 @@ def file_to_write(name: str, value: str) -> Path:
     if not os.access(path if os.path.exists(path) else folder, os.W_OK):
         raise ValueError(f"{name}={value} cannot be written: it is closed to this user; give another.")
     return path
+
+
+def _has_type(value: object, base: str) -> bool:
+    """Whether a key of type `base` takes a value: a path is a text too, and numbers may be another library's."""
+    if base.startswith("list["):
+        return isinstance(value, list) and all(_has_type(each, base[5:-1]) for each in value)
+    if isinstance(value, bool) or base == "bool":
+        return isinstance(value, bool) and base == "bool"
+    return isinstance(value, {"str": str | os.PathLike, "int": Integral, "float": Real}[base])
 
 
 def _one_of(name: str, value: str, choices: tuple[str, ...]) -> None:

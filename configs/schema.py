@@ -179,6 +179,16 @@ class Config(Section):
     job: JobConfig = field(default_factory=JobConfig)
 
 
+TYPE_WORDS = {
+    "str": "text",
+    "int": "a whole number",
+    "float": "a number",
+    "bool": "true or false",
+    "list[str]": "a list of texts",
+    "list[int]": "a list of whole numbers",
+}
+
+
 @dataclass(frozen=True)
 class Key:
     """One key of the command line, for help texts and error messages."""
@@ -196,6 +206,11 @@ class Key:
     def base(self) -> str:
         """The type without None: str, int, float, bool, list[str] or list[int]."""
         return self.type.replace(" | None", "")
+
+    @property
+    def words(self) -> str:
+        """The type in words, e.g. `a whole number or null`."""
+        return TYPE_WORDS[self.base] + (" or null" if self.nullable else "")
 
 
 def known_keys() -> tuple[Key, ...]:

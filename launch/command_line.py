@@ -24,7 +24,7 @@ from yaml import YAMLError
 
 from configs.checks import freeze
 from configs.schema import Config, known_keys
-from launch.overrides import PRESET, check_argument, check_name, check_value, flatten, set_raw, type_words
+from launch.overrides import PRESET, check_argument, check_name, check_value, flatten, set_raw
 
 PATH_KEYS = ("model", "tokenizer", "input", "output")
 JOB_PATH_KEYS = ("report", "chat_template")
@@ -134,7 +134,7 @@ def help_text(program: str) -> str:
         if (prefix := key.name.rpartition(".")[0]) != group:
             rows, group = [*rows, ""], prefix
         text = f"{key.name}={_as_typed(key.default)}"
-        rows.append(f"  {text:<40}{key.help} ({type_words(key)})")
+        rows.append(f"  {text:<40}{key.help} ({key.words})")
     rows += [
         "",
         "exit codes: 0 every line answered; 1 the job failed; 2 a wrong command line, config or file; 3 some lines",

@@ -26,19 +26,6 @@ GROUPS = sorted({name.rsplit(".", 1)[0] for name in KEYS if "." in name})
 PRESET = "preset"
 # Flags that hand a value over untouched, by the key they set.
 FLAG_OF_KEY = {"model": "--model", "input": "--input", "output": "--output", "sampling.stop": "--stop"}
-TYPE_WORDS = {
-    "str": "text",
-    "int": "a whole number",
-    "float": "a number",
-    "bool": "true or false",
-    "list[str]": "a list of texts",
-    "list[int]": "a list of whole numbers",
-}
-
-
-def type_words(key: Key) -> str:
-    """The type of a key in words, e.g. `a whole number or null`."""
-    return TYPE_WORDS[key.base] + (" or null" if key.nullable else "")
 
 
 def check_argument(argument: str) -> str:
@@ -71,7 +58,7 @@ def check_argument(argument: str) -> str:
     if known.base == "str" and isinstance(value, int | float):
         return f"{name}={quote(raw)}"
     if known.base.startswith("list") and not isinstance(value, list) and value is not None:
-        raise ValueError(_correction(argument, name, raw, f"{name} takes {type_words(known)}"))
+        raise ValueError(_correction(argument, name, raw, f"{name} takes {known.words}"))
     check_value(name, value)
     return argument
 
@@ -99,7 +86,7 @@ def check_value(name: str, value: object, where: str = "") -> None:
     except (OmegaConfBaseException, TypeError) as error:
         if isinstance(value, str) and "${" in value:
             raise ValueError(f"{name}={value!r}{where}: {str(error).splitlines()[0]}") from error
-        raise ValueError(f"{name}={value!r}{where} is no value for this key; it takes {type_words(key)}.") from error
+        raise ValueError(f"{name}={value!r}{where} is no value for this key; it takes {key.words}.") from error
 
 
 def flatten(tree: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

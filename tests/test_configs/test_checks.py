@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from configs.checks import check, freeze
@@ -23,6 +25,14 @@ def test_defaults_pass() -> None:
     check(Config())
 
 
+def test_numbers_of_other_libraries_and_paths_are_values() -> None:
+    check(
+        changed(
+            model=Path("folder"), engine__max_model_len=np.int64(64), cache__cpu_gb=np.float32(2), cache__num_blocks=9
+        )
+    )
+
+
 def test_experts_in_host_memory_have_keys_that_go_together() -> None:
     for beside in ({}, {"offload__gpu_gb": 3.0}, {"offload__slots_per_layer": 0}, {"offload__tokens_per_seq": 640}):
         check(changed(offload__regime="auto", offload__host_gb=200.0, **beside))
@@ -32,6 +42,19 @@ def test_experts_in_host_memory_have_keys_that_go_together() -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
+        (
+            {"engine__max_model_len": "64"},
+            "engine.max_model_len='64' is no value for this key; it takes a whole",
+        ),
+        ({"engine__seed": 1.5}, "engine.seed=1.5 is no value for this key; it takes a whole number."),
+        ({"engine__max_num_seqs": True}, "engine.max_num_seqs=True is no value for this key"),
+        (
+            {"cache__prefix_caching": "no"},
+            "cache.prefix_caching='no' is no value for this key; it takes true or",
+        ),
+        ({"cache__memory_fraction": None}, "cache.memory_fraction=None is no value for this key; it takes a number."),
+        ({"sampling__stop": ["a", 5]}, "sampling.stop=['a', 5] is no value for this key; it takes a list of texts."),
+        ({"model": 5}, "model=5 is no value for this key; it takes text."),
         ({"dtype": "fp16"}, "dtype='fp16' is unknown; give auto or bfloat16 or float16 or float32."),
         ({"load_format": "pickle"}, "load_format='pickle' is unknown"),
         ({"quantization": "int4"}, "quantization='int4' is unknown; give auto or none or fp8."),
