@@ -7,7 +7,7 @@ whose answer is whose; the engine does the rest. Calls from several threads, and
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -144,6 +144,8 @@ class LLM:
         or a list with one for each. A prompt that cannot be answered (too long, say) gives an output with `.error` set
         and finish_reason "error"; arguments of a wrong form raise ValueError before anything runs.
 
+        Ctrl-C waits for the step that runs; its requests are gone then, and the LLM can be asked again.
+
         In a script that torchrun starts, every rank calls this with the same prompts, answers its share of them (every
         N-th), and gets all results; with `own_share` those of its share alone.
         """
@@ -167,6 +169,8 @@ class LLM:
         unless the final message is to be continued. ValueError, before anything runs, where there is no template or it
         refuses a conversation.
         """
+        if not isinstance(messages, Iterable):
+            raise ValueError(f"messages={messages!r} must be a conversation, or a list of them.")
         listed = list(messages)
         chats: list[Any] = [listed] if listed and isinstance(listed[0], Mapping) else listed
         tokenizer = self.get_tokenizer()
@@ -199,7 +203,7 @@ class LLM:
         if self._team is not None:
             raise ValueError(f"stream() answers on one rank, but {self._team.size} share the experts; use generate().")
         request_id = request_id if request_id is not None else self._next_id()
-        return self._stream(self._request(request_id, ready, params or SamplingParams()))
+        return self._stream(self._request(request_id, ready, *listed_params(params, 1)))
 
     def abort(self, request_id: str) -> bool:
         """End a request; its owner gets what it had, with finish_reason "abort". False where no such request runs."""

@@ -42,6 +42,8 @@ def prompt_ids(prompt: Prompt, index: int, encode: Callable[[str], list[int]]) -
             raise ValueError(f"prompts[{index}] has keys {sorted(prompt)}; give prompt, prompt_token_ids or both.")
         text = prompt.get("prompt")
         given = prompt[known[-1]]
+        if known[-1] == "prompt_token_ids" and isinstance(given, str):
+            raise ValueError(f"prompts[{index}] has prompt_token_ids={given!r}, a text; give it as prompt.")
     if isinstance(given, str):
         return PromptIds(encode(given), given)
     if not _is_ids(given):

@@ -98,6 +98,7 @@ def test_wrong_arguments_raise_before_anything_runs(llm: LLM) -> None:
     [
         (5, PARAMS, "prompts=5 must be a text"),
         (None, PARAMS, "prompts=None must be a text"),
+        ({"prompt_token_ids": "5 6"}, PARAMS, r"prompts\[0\] has prompt_token_ids='5 6', a text; give it as prompt"),
         ("a", {"temperature": 0}, r"params\[0\]=\{'temperature': 0\} must be SamplingParams"),
         (["a", "b"], [PARAMS, 3], r"params\[1\]=3 must be SamplingParams"),
     ],
@@ -105,6 +106,16 @@ def test_wrong_arguments_raise_before_anything_runs(llm: LLM) -> None:
 def test_arguments_of_another_kind_are_named(llm: LLM, prompts: Any, params: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         llm.generate(prompts, params)
+
+
+def test_chats_and_streams_of_another_kind_are_named(llm: LLM) -> None:
+    calls: tuple[tuple[Any, str], ...] = (
+        (lambda: llm.chat(5, PARAMS), "messages=5 must be a conversation"),  # pyright: ignore
+        (lambda: llm.stream("a", {"n": 2}), r"params\[0\]=\{'n': 2\} must be SamplingParams"),  # pyright: ignore
+    )
+    for call, message in calls:
+        with pytest.raises(ValueError, match=message):
+            call()
 
 
 def test_the_api_checks_and_closes_its_config(folder: Path) -> None:
