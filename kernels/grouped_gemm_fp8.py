@@ -112,7 +112,9 @@ def fp8_tile(x: Tensor, w: QuantizedBlocks, num_rows: int) -> Fp8Tile:
     rows, packed: 16: 366, 363, 370; 32: 464, 410, 370; 64: 744, 555, 413. Of 128 slots of Qwen3's: 4: 157, 175, 175;
     16: 184, 180, 183. Few programs want more stages, many fewer, that all are there at once. Second products, 6 (4) / 3
     stages: mixtral 1 token 36 / 53, 8 tokens 145 / 110; dsv3-ep8 36 / 32, 106 / 105; qwen3 8 tokens (26) / 23, 64 (57)
-    / 51. First: dsv3-ep8 8 tokens, 4 / 3: 218 / 208; qwen3 8 tokens 45 / 47. From 512 rows on three groups beside tiles
+    / 51. First: dsv3-ep8 8 tokens, 4 / 3: 218 / 208; qwen3 8 tokens 45 / 47. Halves of a tile, where all are there at
+    once: of mixtral's first product, 1 token, 448 programs of 64 columns are 3 or 4 a multiprocessor, 896 of 32 6 or 7;
+    a layer 100.5 / 98.6. From 512 rows on three groups beside tiles
     of 64: qwen3 529 + 317 and 547 + 352 (512), mixtral 2204 + 1036 and 2547 + 1189 (1024); 256 rows 380 and 303.
     """
     num_slots, parts, _, _ = w.scales.shape
@@ -127,11 +129,17 @@ def fp8_tile(x: Tensor, w: QuantizedBlocks, num_rows: int) -> Fp8Tile:
         return FewRowsTile(32, 128 // parts, 4, 3)
     few, steps = num_rows <= 16, cdiv(width, GROUP)
     block_n = 64 if few else 128 // parts
-    programs = min(num_rows, num_slots) * cdiv(w.values.shape[1] // parts, block_n)
-    # Shared memory of a multiprocessor holds so many programs of six stages.
-    at_once = (227 << 10) // (6 * (parts * block_n + 16) * GROUP) * num_multiprocessors(x.device)
-    if programs <= at_once:
+    shared, multiprocessors = 227 << 10, num_multiprocessors(x.device)
+
+    def at_once(columns: int, stages: int) -> bool:
+        """Whether shared memory holds a tile for every program of so many columns."""
+        programs = min(num_rows, num_slots) * cdiv(w.values.shape[1] // parts, columns)
+        return programs <= shared // (stages * (parts * columns + 16) * GROUP) * multiprocessors
+
+    if at_once(block_n, 6):
         return FewRowsTile(16, block_n, 4, 6 if steps >= 16 else 4)
+    if few and parts == 2 and at_once(32, 3):
+        return FewRowsTile(16, 32, 4, 3)
     return FewRowsTile(16, block_n, 4, 4 if parts == 2 and steps <= 16 else 3)
 
 

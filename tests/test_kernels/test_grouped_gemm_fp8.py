@@ -195,12 +195,28 @@ def test_bits_do_not_depend_on_tile_kernel_or_batch(width, columns, parts):
         return grouped_gemm_fp8_triton(x, w, offsets_S1, num_rows=num_rows, out_dtype=torch.bfloat16, tile=tile)
 
     whole = run(x, offsets_S1, 256, None)
-    for tile in (*FEW_TILES, *MANY_TILES):
+    for tile in (*FEW_TILES, FewRowsTile(16, 64 // parts, 4, 3), *MANY_TILES):
         assert_same_bits(run(x, offsets_S1, 256, tile), whole)
     for row in (3, 100, 249):
         one = Quantized(x.values[row : row + 1].clone(), x.scales[:, row : row + 1].clone())
         for tile in (None, *MANY_TILES):
             assert_same_bits(run(one, offsets_of((0, 1, 0), "cuda"), 1, tile), whole[row : row + 1])
+
+
+def test_programs_of_a_few_rows_are_halved_where_all_of_them_fit_at_once(monkeypatch):
+    """Of a card with 132 multiprocessors. mixtral's first product: 224 programs of 64 columns an expert."""
+    monkeypatch.setattr("kernels.grouped_gemm_fp8.device_generation", lambda x: 9)
+    monkeypatch.setattr("kernels.grouped_gemm_fp8.num_multiprocessors", lambda device: 132)
+    x = torch.empty(1, device="meta")
+
+    def tile(num_rows: int, slots: int, parts: int, columns: int, width: int) -> Fp8Tile:
+        values = torch.empty(slots, parts * columns, width, device="meta")
+        return fp8_tile(x, QuantizedBlocks(values, torch.empty(slots, parts, 1, 1, device="meta")), num_rows)
+
+    assert tile(2, 8, 2, 14336, 4096) == FewRowsTile(16, 32, 4, 3)
+    assert tile(4, 8, 2, 14336, 4096) == FewRowsTile(16, 64, 4, 3)  # 1792 halves, 924 fit
+    assert tile(2, 8, 1, 4096, 14336) == FewRowsTile(16, 64, 4, 6)  # 128 programs fit whole
+    assert tile(8, 32, 2, 2048, 7168) == FewRowsTile(16, 64, 4, 6)
 
 
 def test_a_tile_that_would_leave_wgmma_is_refused():
