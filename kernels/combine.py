@@ -20,7 +20,7 @@ from kernels.checks import (
     next_power_of_2,
     uses_triton,
 )
-from kernels.dependent_launch import dependent_launch, wait_for_inputs
+from kernels.dependent_launch import AHEAD_ROWS, dependent_launch, wait_for_inputs
 from kernels.rmsnorm import add_residual, norm_tile, rms_apply, rms_scale, rmsnorm_residual_reference
 
 
@@ -229,7 +229,7 @@ def combine_norm_triton(
         BLOCK_R=block_r,
         BLOCK_D=block_d,
         num_warps=num_warps,
-        **dependent_launch(y_RD),
+        **dependent_launch(y_RD, ahead=num_tokens <= AHEAD_ROWS),
     )
     return out_TD, sum_TD
 

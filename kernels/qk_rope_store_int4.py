@@ -17,7 +17,7 @@ from kernels.checks import cdiv, next_power_of_2
 from kernels.dependent_launch import dependent_launch, wait_for_inputs
 from kernels.kv_int4 import Int4Scales, half_codes
 from kernels.rmsnorm import norm_tile, rms_scale
-from kernels.turn_heads import HeadNorms, Rope, turn_heads, turned_columns
+from kernels.turn_heads import HeadNorms, Rope, turn_heads, turn_of_columns, turned_columns
 
 # out[t, h] = turn(norm(q[t, h])); k_cache[slot // P, slot % P, g] = codes of turn(norm(k[t, g])); v_cache[..., g] of v
 #   q_ptr [T, H, C], k_ptr, v_ptr [T, G, C], one dtype, any strides but the last; q_weight_ptr, k_weight_ptr [C] or
@@ -106,12 +106,12 @@ def _qk_rope_store_int4_kernel(
                 column = tl.arange(0, BLOCK_C)[None, :]
                 scale = rms_scale(tl.load(row_ptr + column, mask=used & (column < WIDTH), other=0.0), WIDTH, eps)
             position = tl.load(positions_ptr + token)
-            lower = turned_columns(
-                row_ptr, c, used, k_weight_ptr, scale, table_ptr, position, WIDTH, HALF, INTERLEAVED
-            )  # fmt: skip
-            upper = turned_columns(
-                row_ptr, WIDTH // 2 + c, used, k_weight_ptr, scale, table_ptr, position, WIDTH, HALF, INTERLEAVED
-            )  # fmt: skip
+            NORMED: tl.constexpr = k_weight_ptr is not None
+            turn = turn_of_columns(c, k_weight_ptr, table_ptr, position, WIDTH, HALF, INTERLEAVED)
+            lower = turned_columns(row_ptr, c, used, scale, turn, WIDTH, HALF, INTERLEAVED, NORMED)
+            c_upper = WIDTH // 2 + c
+            turn = turn_of_columns(c_upper, k_weight_ptr, table_ptr, position, WIDTH, HALF, INTERLEAVED)
+            upper = turned_columns(row_ptr, c_upper, used, scale, turn, WIDTH, HALF, INTERLEAVED, NORMED)
             place_ptr, word_ptr = k_cache_ptr + place, k_words_ptr + word_place
         lower_codes, lower_word = half_codes(lower, inside)
         upper_codes, upper_word = half_codes(upper, inside)

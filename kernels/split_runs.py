@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.checks import cdiv, next_power_of_2
-from kernels.dependent_launch import dependent_launch, wait_for_inputs
+from kernels.dependent_launch import AHEAD_ROWS, dependent_launch, wait_for_inputs
 from kernels.split_kv import ALIGN, MAX_SPLITS, SplitRule
 
 RUN = tl.constexpr(8)
@@ -182,5 +182,5 @@ def merge_runs(
         WHOLE=whole,
         ONE_RUN=whole or number <= RUN.value,
         num_warps=num_warps,
-        **dependent_launch(out_BHV),
+        **dependent_launch(out_BHV, ahead=num_sequences <= AHEAD_ROWS),
     )

@@ -155,33 +155,71 @@ def turn_heads(
 
 
 @triton.jit
-def turned_columns(
-    row_ptr,
-    c,
-    used,
-    weight_ptr,
-    scale,
-    table_ptr,
-    position,
-    WIDTH: tl.constexpr,
-    HALF: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-):
-    """Columns c [1, X] of the same rows, wherever they lie in their pairs; `scale` is the rows' `rms_scale`."""
-    in_turn = c < 2 * HALF
+def _other_column(c, HALF: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """(whether each column is the second of its pair, the pair, the pair's other column, or itself beyond the turn)"""
     if INTERLEAVED:
         pair, is_second, other = c // 2, c % 2 == 1, c ^ 1
     else:
         is_second = c >= HALF
         pair = tl.where(is_second, c - HALF, c)
         other = tl.where(is_second, c - HALF, c + HALF)
-    other = tl.where(in_turn, other, c)
-    x = tl.load(row_ptr + c, mask=used & (c < WIDTH), other=0.0)
-    y = tl.load(row_ptr + other, mask=used & (c < WIDTH), other=0.0)
+    return is_second, pair, tl.where(c < 2 * HALF, other, c)
+
+
+@triton.jit
+def turn_of_columns(
+    c, weight_ptr, table_ptr, position, WIDTH: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr
+):
+    """What `turned_columns` does to columns c [1, X] at a position, whatever the rows: both weights, cosine, sine."""
+    in_turn = c < 2 * HALF
+    _, pair, other = _other_column(c, HALF, INTERLEAVED)  # pyright: ignore
+    weight, other_weight = 1.0, 1.0
     if weight_ptr is not None:
-        x = rms_apply(x, scale, tl.load(weight_ptr + c, mask=c < WIDTH, other=0.0))
-        y = rms_apply(y, scale, tl.load(weight_ptr + other, mask=c < WIDTH, other=0.0))
+        weight = tl.load(weight_ptr + c, mask=c < WIDTH, other=0.0)
+        other_weight = tl.load(weight_ptr + other, mask=c < WIDTH, other=0.0)
     angle_ptr = table_ptr + position * (2 * HALF) + pair
     cos, sin = tl.load(angle_ptr, mask=in_turn, other=0.0), tl.load(angle_ptr + HALF, mask=in_turn, other=0.0)
+    return weight, other_weight, cos, sin
+
+
+@triton.jit
+def turned_columns(
+    row_ptr,
+    c,
+    used,
+    scale,
+    turn,
+    WIDTH: tl.constexpr,
+    HALF: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    NORMED: tl.constexpr,
+):
+    """Columns c [1, X] of the same rows, wherever they lie in their pairs. `scale`: the rows' `rms_scale`; `turn`: what
+    `turn_of_columns` says of c."""
+    is_second, _, other = _other_column(c, HALF, INTERLEAVED)  # pyright: ignore
+    weight, other_weight, cos, sin = turn
+    x = tl.load(row_ptr + c, mask=used & (c < WIDTH), other=0.0)
+    y = tl.load(row_ptr + other, mask=used & (c < WIDTH), other=0.0)
+    if NORMED:
+        x, y = rms_apply(x, scale, weight), rms_apply(y, scale, other_weight)
     first, second = rotate(tl.where(is_second, y, x), tl.where(is_second, x, y), cos, sin)
-    return tl.where(in_turn, tl.where(is_second, second, first), x)
+    return tl.where(c < 2 * HALF, tl.where(is_second, second, first), x)
+
+
+@triton.jit
+def turned_rows(
+    row_ptr,
+    c,
+    used,
+    eps,
+    turn,
+    WIDTH: tl.constexpr,
+    HALF: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    NORMED: tl.constexpr,
+):
+    """Whole rows at row_ptr [ROWS, 1], c [1, BLOCK_C] all columns: normalised where there are weights, and turned."""
+    scale = 1.0
+    if NORMED:
+        scale = rms_scale(tl.load(row_ptr + c, mask=used & (c < WIDTH), other=0.0), WIDTH, eps)
+    return turned_columns(row_ptr, c, used, scale, turn, WIDTH, HALF, INTERLEAVED, NORMED)

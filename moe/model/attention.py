@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from kernels.attention_decode import attention_decode
+from kernels.attention_decode import attention_decode, stores_new
 from kernels.attention_prefill import attention_prefill
 from kernels.kv_int4 import Int4Scales
 from kernels.kv_quantize import KVScales
+from kernels.new_rows import NewRows
 from kernels.qk_rope_store import qk_rope_store
 from kernels.turn_heads import HeadNorms, Rope
 from kv_cache.layout import LayerCache
@@ -64,9 +65,13 @@ class GQAttention:
         k_cache_NPGC, v_cache_NPGC = cache.values.unbind(1)
         scales = _scales(cache)
         rope = Rope(step.positions_T, self.cos_sin_PR, self.interleaved)
-        q_THC = qk_rope_store(
-            q_THC, k_TGC, v_TGC, self.norms, rope, k_cache_NPGC, v_cache_NPGC, step.slot_mapping_T, scales
-        )
+        new: NewRows | None = None
+        if step.prefill is None and step.decode is not None and stores_new(q_THC, G, scales):
+            new = NewRows(k_TGC, v_TGC, self.norms, rope, step.slot_mapping_T)
+        else:
+            q_THC = qk_rope_store(
+                q_THC, k_TGC, v_TGC, self.norms, rope, k_cache_NPGC, v_cache_NPGC, step.slot_mapping_T, scales
+            )
 
         out_THC = q_THC[:0]
         if step.decode is not None:
@@ -80,6 +85,7 @@ class GQAttention:
                 window=self.window,
                 max_kv_len=step.decode.max_kv_len,
                 scales=scales,
+                new=new,
             )
         if step.prefill is not None:
             out_THC = with_rows_behind(out_THC, q_THC.shape[0])
