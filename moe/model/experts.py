@@ -33,7 +33,7 @@ class Experts:
             row_index_R=inputs.row_index_R,
             num_rows=inputs.num_rows,
         )
-        return grouped_gemm(h_RF, self.w2_SDF, inputs.offsets_S1, num_rows=inputs.num_rows)
+        return grouped_gemm(h_RF, self.w2_SDF, inputs.offsets_S1, num_rows=inputs.num_rows, old_offsets=True)
 
 
 class Fp8Experts:

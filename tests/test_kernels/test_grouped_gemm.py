@@ -301,6 +301,7 @@ def test_compiles_for_one_slot_and_one_column():
     args |= {"stride_x": "i32", "stride_ws": "i32", "stride_wn": "i32", "stride_y": 1}
     args |= {"x_ptr": "*bf16", "w_ptr": "*bf16", "offsets_ptr": "*i32", "index_ptr": "*i32", "y_ptr": "*bf16"}
     args |= {"SWIGLU": True, "SLOT_STEP": 1, "BLOCK_S": 1, "GROUP_M": 8, "BLOCK_M": 16, "BLOCK_N": 32, "BLOCK_K": 32}
+    args |= {"OLD_OFFSETS": False, "TELL": 0}
     assert compile_ahead(_grouped_gemm_kernel, 90, args, aligned=False)
 
 
@@ -322,5 +323,6 @@ def test_compiles(arch, rows, even, swiglu):
     args |= {"stride_x": "i32", "stride_ws": "i64", "stride_wn": "i32", "stride_y": "i32"}
     args |= {"x_ptr": "*bf16", "w_ptr": "*bf16", "offsets_ptr": "*i32", "y_ptr": "*bf16"}
     args |= {"index_ptr": "*i32" if swiglu else None, "SWIGLU": swiglu, "SLOT_STEP": 1, "BLOCK_S": 128, "GROUP_M": 8}
+    args |= {"OLD_OFFSETS": not swiglu, "TELL": 2}
     args |= {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k}
     assert compile_ahead(_grouped_gemm_kernel, arch, args, num_warps=tile.num_warps, num_stages=tile.num_stages)
