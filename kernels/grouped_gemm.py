@@ -30,6 +30,7 @@ from kernels.checks import (
 from kernels.copy_rows import copy_rows
 from kernels.dependent_launch import dependent_launch
 from kernels.grouped_gemm_specialized import launch_specialized
+from kernels.grouped_gemm_swapped import launch_swapped
 from kernels.grouped_gemm_tma import launch_tma, tma_serves
 from kernels.linear import multiply_blocks
 from kernels.row_tiles import (
@@ -261,7 +262,7 @@ def _launch(
         by_blocks=by_blocks,
     )
     if tile.form != "pointers" and by_blocks:
-        launch = launch_tma if tile.form == "tma" else launch_specialized
+        launch = {"tma": launch_tma, "specialized": launch_specialized, "swapped": launch_swapped}[tile.form]
         launch(x_XD, w_SND, offsets_S1, row_index_R, y_RN, tile, swiglu=swiglu, group_m=_GROUP_M)
         return
     row_tiles = most_row_tiles(num_rows, num_slots, tile.block_m)

@@ -22,9 +22,10 @@ from kernels.checks import cdiv, next_power_of_2
 
 TUNED_FOLDER = Path(__file__).parent / "tuned"
 
-Form = Literal["pointers", "tma", "specialized"]
-"""How a grouped product reads: every thread by addresses; weights in blocks by the copy engine (TMA); or so with warps
-of their own for it (kernels/grouped_gemm_specialized.py)."""
+Form = Literal["pointers", "tma", "specialized", "swapped"]
+"""How a grouped product reads: every thread by addresses; weights in blocks by the copy engine (TMA); so with warps of
+their own for it (kernels/grouped_gemm_specialized.py); or so with weights as the tensor core's rows
+(kernels/grouped_gemm_swapped.py)."""
 
 _LARGE_SHARED_MEMORY = (9, 10)
 """Major compute capabilities (H100, B200) whose programs may take over 200 KiB of shared memory; elsewhere 99 KiB."""
@@ -63,7 +64,7 @@ def tile_of_name(name: str) -> TileConfig:
     """
     sizes, warps, stages, *form = name.split()
     block_m, block_n, block_k = map(int, sizes.split("x"))
-    assert form in ([], ["tma"], ["specialized"]), f"{name!r} is no tile"
+    assert form in ([], ["tma"], ["specialized"], ["swapped"]), f"{name!r} is no tile"
     return TileConfig(block_m, block_n, block_k, int(warps[1:]), int(stages[1:]), *form)  # pyright: ignore
 
 
@@ -210,6 +211,12 @@ def grouped_rule(
       194 + 102, dsv2-lite (24 rows) 182 + 96 and 179 + 94.
     - 64 rows: specialized 128x64x64 s6 and 128x128x64 s6 take 343 / 772 / 779; 64x64x128 s4 and 64x128x128 s4 349 /
       785 / 780; tma 362 / 790 / 791.
+    - 64 rows again, the card at its power limit, mixtral, in brackets the clock: layers with attention, specialized
+      128x64x64 s6 and 128x128x64 s6 946 to 977 (1488 MHz), swapped 128x128x64 s4 and 128x256x64 s4 930 to 946 (1547),
+      two groups of rows on one tile of weights, not swapped, 938 to 989 (1527); the layer from pack to norm at 96 rows
+      782, 768, 761. Of it 22 are products and 20 rows that are read: without them 694. Weights by 128 of K: 1063. At 32
+      rows swapped loses to specialized 64x64x128 s4 (691, 667), and with small slots to specialized tiles of 128 rows
+      (qwen3, 64 rows: 361, 349), for its groups write out at once.
     - 256 rows: specialized 64x128x64 s5 and 64x256x64 s5 take 705 / 1593 / 1566; tma 740 / 1876 / 1764.
     - More rows, the card at its power limit (a library product of 8192^3 at 570 to 675 TFLOP/s beside them). First
       products, gathered, specialized 64x128x64 s5 / tma 128x128x64 w8 s3: 512 rows, qwen3 729 / 844; 768, dsv2-lite
@@ -240,6 +247,8 @@ def grouped_rule(
     if generation == 9 and rows <= (48 if ragged else 64):
         return TileConfig(64, 64 * wide, 128, 4, 4, "specialized")
     if generation == 9 and rows <= 96:
+        if ragged and slot_bytes > _CACHED_BYTES:
+            return TileConfig(128, 128 * wide, 64, 4, 4, "swapped")
         return TileConfig(128, 64 * wide, 64, 4, 6, "specialized")
     if generation == 9 and rows <= MANY_ROWS:
         return TileConfig(64, 128 * wide, 64, 4, 5, "specialized")

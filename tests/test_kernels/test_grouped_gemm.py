@@ -200,6 +200,7 @@ BLOCK_TILES = {
         TileConfig(64, 128 // products, 128, 4, 4, "specialized"),
         TileConfig(64, 256 // products, 64, 4, 5, "specialized"),
         TileConfig(128, 128 // products, 64, 4, 6, "specialized"),
+        TileConfig(128, 256 // products, 64, 4, 4, "swapped"),
     ]
     for swiglu, products in ((False, 1), (True, 2))
 }
@@ -207,7 +208,7 @@ BLOCK_TILES = {
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("at", range(5))
+@pytest.mark.parametrize("at", range(6))
 @pytest.mark.parametrize("indexed", [True, False], ids=["indexed", "in-order"])
 @pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
 @pytest.mark.parametrize(("triton_op", "reference", "swiglu"), OPS)
@@ -220,11 +221,11 @@ def test_ragged_rows_by_blocks(triton_op, reference, swiglu, counts, indexed, at
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("at", range(5))
+@pytest.mark.parametrize("at", range(6))
 @pytest.mark.parametrize(("triton_op", "reference", "swiglu"), OPS)
 def test_many_tiles_a_program(triton_op, reference, swiglu, at):
     """Some 400 tiles over all multiprocessors, of slots with many rows, few and none; the last rows half a tile."""
-    counts = (1000, 0, 129, 64, 65, 1, 700, 0, 127, 128, 0)
+    counts = (1000, 0, 129, 64, 65, 1, 700, 0, 127, 128, 0, 80, 81, 96, 97)
     options = {"dtype": torch.bfloat16, "device": "cuda", "swiglu": swiglu, "tile": BLOCK_TILES[swiglu][at]}
     for indexed in (True, False):
         check(triton_op, counts, 512, 4096, indexed=indexed, **options)

@@ -7,6 +7,7 @@ import torch
 
 from kernels import grouped_gemm_specialized
 from kernels.grouped_gemm_specialized import _grouped_gemm_specialized_kernel, launch_options
+from kernels.grouped_gemm_swapped import _grouped_gemm_swapped_kernel
 from kernels.grouped_gemm_tma import _grouped_gemm_tma_kernel, tma_serves
 from kernels.tiles import grouped_rule, tile_of_name
 from tests.aot import aot, compile_ahead
@@ -34,11 +35,13 @@ def test_compiles(arch, name, swiglu, gathered):
     args |= {"offsets_ptr": "*i32", "y_ptr": "*bf16", "stride_y": "i32", "index_ptr": "*i32" if gathered else None}
     args |= {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k}
     args |= {"SWIGLU": swiglu, "GROUP_M": 8, "SLOT_STEP": 1 + gathered, "PDL": True}
-    if tile.form == "specialized":
-        args |= {"x": "*bf16" if gathered else box("bf16", tile.block_m, tile.block_k)}
-        args |= {"w_desc": box("bf16", tile.block_n, tile.block_k), "STAGES": tile.num_stages}
-        args |= {"stride_x8": "i32"}
-        compile_gluon_ahead(_grouped_gemm_specialized_kernel, args, num_warps=tile.num_warps)
+    if tile.form in ("specialized", "swapped"):
+        swapped = tile.form == "swapped"
+        args |= {"x": "*bf16" if gathered else box("bf16", 16 if swapped else tile.block_m, tile.block_k)}
+        args |= {"w_desc": box("bf16", 128 // products if swapped else tile.block_n, tile.block_k)}
+        args |= {"STAGES": tile.num_stages, "stride_x8": "i32"}
+        kernel = _grouped_gemm_swapped_kernel if swapped else _grouped_gemm_specialized_kernel
+        compile_gluon_ahead(kernel, args, num_warps=tile.num_warps)
         return
     args |= {"x": "*bf16" if gathered else f"tensordesc<bf16[{tile.block_m}, {tile.block_k}]>"}
     args |= {"w_desc": f"tensordesc<bf16[{products}, {tile.block_n}, {tile.block_k}]>", "BLOCK_S": 128, "EVEN": True}

@@ -80,7 +80,7 @@ def test_reference(triton_op, reference, columns, dtype):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("at", range(4))
+@pytest.mark.parametrize("at", range(5))
 @pytest.mark.parametrize(("triton_op", "reference", "columns"), RUNS)
 def test_every_form_on_the_device(triton_op, reference, columns, at):
     products = columns // 40
@@ -89,6 +89,7 @@ def test_every_form_on_the_device(triton_op, reference, columns, at):
         TileConfig(64, 128 // products, 64, 8, 3, "tma"),
         TileConfig(64, 128 // products, 64, 4, 3, "tma"),
         TileConfig(128, 128 // products, 64, 4, 4, "specialized"),
+        TileConfig(128, 256 // products, 64, 4, 4, "swapped"),
     )[at]
     for indexed in (True, False):
         check(triton_op, torch.bfloat16, "cuda", columns=columns, indexed=indexed, tile=tile)

@@ -51,7 +51,7 @@ def test_every_choice_fits_the_card(generation, num_slots, num_columns):
                     )
                     check_tile(tile, products, shared)
                     assert tile.form == "pointers" or (generation >= 9 and by_blocks)
-                    assert tile.form != "specialized" or generation == 9
+                    assert tile.form not in ("specialized", "swapped") or generation == 9
         tile = linear_tile(num_rows, num_columns, torch.bfloat16, generation, multiprocessors)
         check_tile(tile, 1, shared)
         assert tile.form == "pointers"
@@ -61,7 +61,7 @@ def check_tile(tile: TileConfig, products: int, shared: int) -> None:
     # The last stage of a pipeline is loaded into the first one's place, or the epilogue takes as much.
     assert tile.shared_bytes(products) <= shared, tile
     sums = tile.block_m * tile.block_n * products
-    consumers = 128 if tile.form == "specialized" else tile.num_warps * 32
+    consumers = {"specialized": 128, "swapped": 256}.get(tile.form, tile.num_warps * 32)
     assert 1 <= sums / consumers <= 128, f"{tile}: fp32 sums a thread"
     # Of 8 rows the operands are swapped: the tensor core takes 16 rows of one and 8 of the other.
     assert tile.block_m >= 8 and min(tile.block_n, tile.block_k) >= 16, f"{tile}: a product's least sizes"
@@ -91,6 +91,22 @@ def test_many_rows_of_slots_that_the_cache_holds_have_warps_of_their_own_for_loa
         options = {"num_products": products, "slot_bytes": slot_bytes, "gathered": gathered}
         assert grouped_rule(2 * num_rows, 2, 9, **options).form == form
         assert grouped_rule(2 * num_rows, 2, 10, **options).form == "tma"
+
+
+def test_dozens_of_rows_of_large_slots_are_the_columns_of_the_tensor_core():
+    """From 49 to 96 rows a slot, of several slots; fewer rows and smaller slots keep tiles of rows."""
+    for rows, num_slots, slot_bytes, form in (
+        (64, 8, (1 << 24) + 1, "swapped"),
+        (96, 8, 1 << 27, "swapped"),
+        (48, 8, 1 << 27, "specialized"),
+        (97, 8, 1 << 27, "specialized"),
+        (64, 8, 1 << 24, "specialized"),
+        (80, 1, 1 << 27, "specialized"),
+    ):
+        for products in (1, 2):
+            options = {"num_products": products, "slot_bytes": slot_bytes, "gathered": products == 2}
+            assert grouped_rule(rows * num_slots, num_slots, 9, **options).form == form
+            assert grouped_rule(rows * num_slots, num_slots, 10, **options).form == "tma"
 
 
 def test_names_come_back():
