@@ -2,15 +2,20 @@
 
     c = norm(c); k_pe, q_pe = rotate(k_pe), rotate(q_pe); (c, k_pe) goes to the paged cache
 
+In a step of decode rows alone the queries' way into the latent space goes with it (absorb_rope_store.py).
+
 Knows latents, positions and slots; knows nothing of layers. It is defined by the kernels it stands for (rmsnorm.py,
-rope.py, kv_store.py): same operations, same roundings to the model dtype between them, same tiles, so the same bits,
-where rows begin at multiples of 16 entries. Others Triton spreads over threads by all that a kernel reads and writes.
+rope.py, kv_store.py, linear.py): same operations, same roundings to the model dtype between them, same tiles, so the
+same bits, where rows begin at multiples of 16 entries. Others Triton spreads over threads by all that a kernel reads
+and writes.
 """
 
 # Launch options such as num_warps are no parameters of a kernel.
 # pyright: reportCallIssue=false
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
@@ -22,6 +27,7 @@ from kernels.kv_quantize import check_scales, given_codes, row_codes, row_scale,
 from kernels.kv_store import latent_store_reference
 from kernels.rmsnorm import norm_tile, rms_apply, rms_scale, rmsnorm_reference, tile_of_many
 from kernels.rope import rope_reference_, rotate
+from kernels.row_tiles import multiply
 from kernels.tiles import num_multiprocessors
 from kernels.turn_heads import Rope, angles_of, check_rope, load_pairs, store_pairs
 
@@ -50,14 +56,55 @@ def latent_rope_store(
     run(q_pe_THR, kv_TX, norm_L, eps, rope, cache_NPX, slot_mapping_T, scales_NP2, **given_scales)
 
 
+class Absorbed(NamedTuple):
+    """y[t, h] = w[h] x[t, h], beside the rest."""
+
+    x_THn: Tensor
+    w_HLn: Tensor
+    y_THL: Tensor
+
+
 # cache[slot // P, slot % P] = (norm(kv[t, :L]), turn(kv[t, L:])); q_pe[t, h] = turn(q_pe[t, h]) in place
 #   q_pe_ptr [T, H, R], T and H strided; kv_ptr [T, L + R], rows strided; weight_ptr [L]; cache_ptr [N, P, L + R]; one
 #   dtype; positions_ptr, slots_ptr int64 [T]; table_ptr fp32 [P, 2 * HALF], R = 2 * HALF; scales_ptr None, or fp32
 #   [N, P, 2] of a cache in e4m3: each part's largest magnitude / 448, or GIVEN; saturated_ptr int64 [1] or None: takes
 #   the number of entries beyond a given scale
-#   grid (cdiv(T, BLOCK_R) + cdiv(T, TOKENS) * cdiv(H, BLOCK_H),): first programs of BLOCK_R latents each, then programs
-#   of BLOCK_H query heads of each of TOKENS tokens. fp32 statistics and rotation, one cast each. What lies beyond the
-#   last is masked.
+#   w_ptr [H, L, NOPE] or None; else y_ptr [T, H, L]: y[t, h] = w[h] nope[t, h], nope_ptr [T, H, NOPE], T and H strided
+#   grid (H * cdiv(T, BLOCK_M) * cdiv(L, BLOCK_N) if w_ptr + cdiv(T, BLOCK_R) + cdiv(T, TOKENS) * cdiv(H, BLOCK_H),):
+#   first programs of one tile of y each, then of BLOCK_R latents, then of BLOCK_H query heads of each of TOKENS tokens.
+#   fp32 statistics, rotation and sums, one cast each. What lies beyond the last is masked.
+
+
+@triton.jit
+def _absorb_tile(
+    nope_ptr,
+    w_ptr,
+    y_ptr,
+    head,
+    tile,
+    num_tokens,
+    num_heads,
+    stride_nt,
+    stride_nh,
+    NOPE: tl.constexpr,
+    LATENT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """BLOCK_M tokens' queries of one head times BLOCK_N rows of its weights, whose columns are one step of the sum."""
+    column_tiles = tl.cdiv(LATENT, BLOCK_N)
+    m = (tile // column_tiles).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
+    n, k = (tile % column_tiles) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :], tl.arange(0, BLOCK_K)
+    w_ptrs = w_ptr + (head.to(tl.int64) * LATENT + n) * NOPE + k[:, None]
+    w = tl.load(w_ptrs, mask=(n < LATENT) & (k < NOPE)[:, None], other=0.0)  # weights: nothing of this step
+    wait_for_inputs(PDL)
+    x_ptrs = nope_ptr + m * stride_nt + head.to(tl.int64) * stride_nh + k[None, :]
+    x = tl.load(x_ptrs, mask=(m < num_tokens) & (k < NOPE)[None, :], other=0.0)
+    y = multiply(x, w, tl.zeros((BLOCK_M, BLOCK_N), tl.float32), False)
+    y_ptrs = y_ptr + (m * num_heads + head) * LATENT + n
+    tl.store(y_ptrs, y.to(y_ptr.dtype.element_ty), mask=(m < num_tokens) & (n < LATENT))
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -82,6 +129,12 @@ def _latent_rope_store_kernel(
     stride_cp,
     stride_sn,
     stride_sp,
+    nope_ptr,
+    w_ptr,
+    y_ptr,
+    stride_nt,
+    stride_nh,
+    NOPE: tl.constexpr,
     LATENT: tl.constexpr,
     HALF: tl.constexpr,
     INTERLEAVED: tl.constexpr,
@@ -90,15 +143,29 @@ def _latent_rope_store_kernel(
     BLOCK_H: tl.constexpr,
     TOKENS: tl.constexpr,
     BLOCK_P: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
     GIVEN: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    wait_for_inputs(PDL)
+    program = tl.program_id(0)
+    if w_ptr is not None:
+        tiles = tl.cdiv(num_tokens, BLOCK_M) * tl.cdiv(LATENT, BLOCK_N)
+        if program < tiles * num_heads:
+            _absorb_tile(
+                nope_ptr, w_ptr, y_ptr, program // tiles, program % tiles, num_tokens, num_heads, stride_nt, stride_nh,
+                NOPE, LATENT, BLOCK_M, BLOCK_N, BLOCK_K, PDL,
+            )  # fmt: skip
+            return
+        program -= tiles * num_heads
     latent_programs = tl.cdiv(num_tokens, BLOCK_R)
-    if tl.program_id(0) < latent_programs:
-        row = (tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R))[:, None]
+    if program < latent_programs:
+        row = (program.to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R))[:, None]
         in_batch = row < num_tokens
         slot = tl.load(slots_ptr + row, mask=in_batch, other=-1)
+        cos, sin = angles_of(table_ptr, tl.load(positions_ptr + row, mask=in_batch, other=0), HALF, BLOCK_P)
+        wait_for_inputs(PDL)  # slots, positions and angles are older than the launch before
         row_ptr = kv_ptr + row * stride_kt
         place_ptr = cache_ptr + (slot // page_size) * stride_cn + (slot % page_size) * stride_cp
         column = tl.arange(0, BLOCK_L)[None, :]
@@ -106,7 +173,6 @@ def _latent_rope_store_kernel(
         x = tl.load(row_ptr + column, mask=in_batch & in_latent, other=0.0)
         latent = rms_apply(x, rms_scale(x, LATENT, eps), tl.load(weight_ptr + column, mask=in_latent, other=0.0))
         k_first, k_second = load_pairs(row_ptr + LATENT, in_batch, BLOCK_R, HALF, INTERLEAVED, BLOCK_P)
-        cos, sin = angles_of(table_ptr, tl.load(positions_ptr + row, mask=in_batch, other=0), HALF, BLOCK_P)
         k_first, k_second = rotate(k_first, k_second, cos, sin)
         if scales_ptr is not None:
             scale_ptr = scales_ptr + (slot // page_size) * stride_sn + (slot % page_size) * stride_sp
@@ -132,17 +198,18 @@ def _latent_rope_store_kernel(
         store_pairs(place_ptr + LATENT, k_first, k_second, slot >= 0, BLOCK_R, HALF, INTERLEAVED, BLOCK_P)
     else:
         head_blocks = tl.cdiv(num_heads, BLOCK_H)
-        program = tl.program_id(0) - latent_programs
+        program -= latent_programs
         query = tl.arange(0, TOKENS * BLOCK_H)[:, None]
         head = (program % head_blocks) * BLOCK_H + query % BLOCK_H
         token = (program // head_blocks).to(tl.int64)
         if TOKENS > 1:
             token = token * TOKENS + query // BLOCK_H
         used = (token < num_tokens) & (head < num_heads)
-        head_ptr = q_pe_ptr + token * stride_qt + head.to(tl.int64) * stride_qh
-        first, second = load_pairs(head_ptr, used, TOKENS * BLOCK_H, HALF, INTERLEAVED, BLOCK_P)
         position = tl.load(positions_ptr + token, mask=token < num_tokens, other=0)
         head_cos, head_sin = angles_of(table_ptr, position, HALF, BLOCK_P)
+        wait_for_inputs(PDL)
+        head_ptr = q_pe_ptr + token * stride_qt + head.to(tl.int64) * stride_qh
+        first, second = load_pairs(head_ptr, used, TOKENS * BLOCK_H, HALF, INTERLEAVED, BLOCK_P)
         first, second = rotate(first, second, head_cos, head_sin)
         # A small tile is held by several threads at once: all must have read before one writes.
         tl.debug_barrier()
@@ -163,11 +230,11 @@ def latent_rope_store_triton(
     saturated_1: Tensor | None = None,
 ) -> None:
     """`latent_rope_store` as one launch."""
-    _check_latents(q_pe_THR, kv_TX, norm_L, rope, cache_NPX, slot_mapping_T, scales_NP2)
-    _launch(q_pe_THR, kv_TX, norm_L, eps, rope, cache_NPX, slot_mapping_T, scales_NP2, given, saturated_1)
+    check_latents(q_pe_THR, kv_TX, norm_L, rope, cache_NPX, slot_mapping_T, scales_NP2)
+    launch_latents(q_pe_THR, kv_TX, norm_L, eps, rope, cache_NPX, slot_mapping_T, scales_NP2, given, saturated_1)
 
 
-def _launch(
+def launch_latents(
     q_pe_THR: Tensor,
     kv_TX: Tensor,
     norm_L: Tensor,
@@ -178,7 +245,9 @@ def _launch(
     scales_NP2: Tensor | None,
     given: bool = False,
     saturated_1: Tensor | None = None,
+    absorbed: Absorbed | None = None,
 ) -> None:
+    """The launch; with `absorbed` its y_THL is filled too. Operands are checked already."""
     num_tokens, num_heads, rotated = q_pe_THR.shape
     if num_tokens == 0:
         return
@@ -187,7 +256,13 @@ def _launch(
     block_p = next_power_of_2(rotated // 2)
     block_h = min(next_power_of_2(num_heads), max(1, 1024 // block_p))
     tokens = block_r // norm_tile(latent)[0]
-    _latent_rope_store_kernel[(cdiv(num_tokens, block_r) + cdiv(num_tokens, tokens) * cdiv(num_heads, block_h),)](
+    programs = cdiv(num_tokens, block_r) + cdiv(num_tokens, tokens) * cdiv(num_heads, block_h)
+    nope, block_m, block_n = 0, 16, 64
+    if absorbed is not None:
+        nope = absorbed.w_HLn.shape[2]
+        block_m = 64 if num_tokens > 16 and kv_TX.element_size() == 2 else 16
+        programs += cdiv(num_tokens, block_m) * cdiv(latent, block_n) * num_heads
+    _latent_rope_store_kernel[(programs,)](
         q_pe_THR,
         kv_TX,
         norm_L,
@@ -205,6 +280,8 @@ def _launch(
         kv_TX.stride(0),
         *cache_NPX.stride()[:2],
         *((0, 0) if scales_NP2 is None else scales_NP2.stride()[:2]),
+        *((None, None, None, 0, 0) if absorbed is None else (*absorbed, *absorbed.x_THn.stride()[:2])),
+        NOPE=nope,
         LATENT=latent,
         HALF=rotated // 2,
         INTERLEAVED=rope.interleaved,
@@ -213,13 +290,16 @@ def _launch(
         BLOCK_H=block_h,
         TOKENS=tokens,
         BLOCK_P=block_p,
+        BLOCK_M=block_m,
+        BLOCK_N=block_n,
+        BLOCK_K=max(16, next_power_of_2(nope)),
         GIVEN=given,
         num_warps=num_warps,
         **dependent_launch(kv_TX),
     )
 
 
-def _check_latents(
+def check_latents(
     q_pe_THR: Tensor,
     kv_TX: Tensor,
     norm_L: Tensor,
@@ -228,6 +308,7 @@ def _check_latents(
     slot_mapping_T: Tensor,
     scales_NP2: Tensor | None,
 ) -> None:
+    """Shapes, dtypes and strides that the kernel relies on."""
     num_tokens, _, rotated = q_pe_THR.shape
     width = norm_L.shape[0] + rotated
     shapes = (kv_TX.shape, cache_NPX.shape[2])
@@ -255,7 +336,7 @@ def latent_rope_store_reference(
     saturated_1: Tensor | None = None,
 ) -> None:
     """The definition, and the CPU's product path: the references of norm, rotation and store, one after another."""
-    _check_latents(q_pe_THR, kv_TX, norm_L, rope, cache_NPX, slot_mapping_T, scales_NP2)
+    check_latents(q_pe_THR, kv_TX, norm_L, rope, cache_NPX, slot_mapping_T, scales_NP2)
     latent = norm_L.shape[0]
     latent_TL, k_pe_TR = rmsnorm_reference(kv_TX[:, :latent], norm_L, eps), kv_TX[:, latent:].clone()
     for x_THR in (q_pe_THR, k_pe_TR[:, None]):

@@ -65,7 +65,7 @@ def mla_decode(
     )
 
 
-def _check_operands(
+def check_operands(
     q_latent_BHL: Tensor,
     q_pe_BHR: Tensor,
     cache_NPX: Tensor,
@@ -73,6 +73,7 @@ def _check_operands(
     kv_lens_B: Tensor,
     scales_NP2: Tensor | None,
 ) -> None:
+    """Shapes, dtypes and devices of `mla_decode`'s operands."""
     num_sequences, num_heads, latent = q_latent_BHL.shape
     assert_shape("q_pe_BHR", q_pe_BHR, (num_sequences, num_heads, None))
     assert_shape("cache_NPX", cache_NPX, (None, None, latent + q_pe_BHR.shape[2]))
@@ -221,7 +222,7 @@ def mla_decode_triton(
     scales_NP2: Tensor | None = None,
 ) -> Tensor:
     """`mla_decode` as two launches: the splits, then their merge."""
-    _check_operands(q_latent_BHL, q_pe_BHR, cache_NPX, block_tables_BM, kv_lens_B, scales_NP2)
+    check_operands(q_latent_BHL, q_pe_BHR, cache_NPX, block_tables_BM, kv_lens_B, scales_NP2)
     num_sequences, num_heads, latent = q_latent_BHL.shape
     if num_sequences == 0 or max_kv_len == 0:
         return q_latent_BHL.new_zeros(num_sequences, num_heads, latent)
@@ -320,7 +321,7 @@ def mla_decode_reference(
     scales_NP2: Tensor | None = None,
 ) -> Tensor:
     """The definition, and the CPU's product path: fp32, tiles of keys at fixed positions, in order."""
-    _check_operands(q_latent_BHL, q_pe_BHR, cache_NPX, block_tables_BM, kv_lens_B, scales_NP2)
+    check_operands(q_latent_BHL, q_pe_BHR, cache_NPX, block_tables_BM, kv_lens_B, scales_NP2)
     num_sequences, num_heads, latent = q_latent_BHL.shape
     q_BHX = torch.cat([q_latent_BHL, q_pe_BHR], dim=2).float()
     kv_lens_B = kv_lens_B.long()

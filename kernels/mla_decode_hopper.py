@@ -19,7 +19,7 @@ from kernels.checks import cdiv, next_power_of_2
 from kernels.dependent_launch import dependent_launch
 from kernels.mla_few_heads import few_heads_kernel
 from kernels.mla_many_heads import many_heads_kernel
-from kernels.mla_merge import merge_parts
+from kernels.mla_merge import Splits, merge_parts
 from kernels.split_kv import SplitRule, split_workspace
 from kernels.tiles import device_generation
 
@@ -58,6 +58,25 @@ def mla_decode_hopper(
     max_kv_len: int,
 ) -> Tensor:
     """o_latent_BHL, as two launches: the splits, then the merge of those that no program had together."""
+    operands = (q_latent_BHL, q_pe_BHR, cache_NPX, block_tables_BM, kv_lens_B)
+    splits = attend_splits(*operands, scale=scale, max_kv_len=max_kv_len)
+    if splits.parts_BSHL.shape[1] > 1:
+        merge_parts(splits, kv_lens_B)
+    return splits.out_BHL
+
+
+def attend_splits(
+    q_latent_BHL: Tensor,
+    q_pe_BHR: Tensor,
+    cache_NPX: Tensor,
+    block_tables_BM: Tensor,
+    kv_lens_B: Tensor,
+    *,
+    scale: float,
+    max_kv_len: int,
+) -> Splits:
+    """The first of the two launches. With few heads it does not wait for the one before it to read keys, but for each
+    sequence's newest: the launch right before may write that one alone."""
     num_sequences, num_heads, latent = q_latent_BHL.shape
     few, device, page_size = num_heads <= _FEW_HEADS, q_latent_BHL.device, cache_NPX.shape[1]
     rule = split_rule(num_heads)
@@ -97,6 +116,4 @@ def mla_decode_hopper(
         **own,
         **dependent_launch(q_latent_BHL),
     )
-    if splits > 1:
-        merge_parts(parts_BSHL, lse_BSH, kv_lens_B, whole_B, out_BHL, rule)
-    return out_BHL
+    return Splits(parts_BSHL, lse_BSH, whole_B, out_BHL, rule)

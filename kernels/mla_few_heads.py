@@ -84,6 +84,7 @@ def _attend_few(
     SPLIT_LEN: gl.constexpr,
     FEW_SPLITS: gl.constexpr,
     FOLD: gl.constexpr,
+    PDL: gl.constexpr,
 ):
     """All heads at once, keys as rows: scores [64 keys, H], the sum [L, H] in two halves."""
     HEADS: gl.constexpr = queries.shape[1]
@@ -94,6 +95,9 @@ def _attend_few(
     head = gl.arange(0, HEADS, HEAD)
     tiles = 0
     fetched = -1
+    if PDL:  # lengths, and all keys but the newest, are older than the launch before
+        gdc_wait()
+        gdc_launch_dependents()
     while (before < stop) & (sequence < last_sequence):
         kv_len = gl.load(kv_lens_ptr + sequence)
         first_split, last_split, splits, split_len = splits_of_run(kv_len, before, begin, stop, SPLIT_LEN, FEW_SPLITS)
@@ -247,9 +251,6 @@ def few_heads_kernel(
     begin, stop, sequence, last_sequence, before = find_run(
         kv_lens_ptr, num_sequences, num_splits, gl.program_id(0), gl.num_programs(0), SPLIT_LEN, FEW_SPLITS
     )
-    if PDL:  # lengths are older than the launch before
-        gdc_wait()
-        gdc_launch_dependents()
     # fmt: off
     gl.warp_specialize(
         [
@@ -257,11 +258,12 @@ def few_heads_kernel(
                 q_latent_ptr, q_pe_ptr, kv_lens_ptr, out_ptr, parts_ptr, lse_ptr, whole_ptr, scale_log2, num_splits,
                 num_heads, stride_lb, stride_lh, stride_rb, stride_rh, begin, stop, sequence, last_sequence, before,
                 queries, left, right, left_chunks, right_chunks, pe, weights, full_left, full_right, empty_left,
-                empty_right, empty_pe, SPLIT_LEN, FEW_SPLITS, FOLD,
+                empty_right, empty_pe, SPLIT_LEN, FEW_SPLITS, FOLD, PDL,
             )),
             (copy_latents, (
                 desc, tables_ptr, kv_lens_ptr, stride_tb, begin, stop, sequence, last_sequence, before, left_chunks,
                 right_chunks, pe, full_left, full_right, empty_left, empty_right, empty_pe, PAGE, SPLIT_LEN, FEW_SPLITS,
+                PDL,
             )),
         ],
         [1],

@@ -7,6 +7,8 @@ One step for each split, in order, as `kernels/mla_few_heads.py` takes it in reg
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -14,6 +16,29 @@ from torch import Tensor
 from kernels.checks import cdiv, next_power_of_2
 from kernels.dependent_launch import dependent_launch, wait_for_inputs
 from kernels.split_kv import SplitRule, split_bounds
+
+
+class Splits(NamedTuple):
+    """Attention over splits, not merged yet, as `split_workspace` lays it out."""
+
+    parts_BSHL: Tensor
+    lse_BSH: Tensor
+    whole_B: Tensor | None
+    """int32: 1 where out_BHL is written already, though of several splits; None: nowhere."""
+    out_BHL: Tensor
+    """Written where a sequence has one split or none."""
+    rule: SplitRule
+
+
+@triton.jit
+def merge_step(maximum, total, acc, lse, part):
+    """The merge so far [rows], [rows], [rows, columns] and one split more."""
+    new_maximum = tl.maximum(maximum, lse)
+    decay, weight = tl.exp2(maximum - new_maximum), tl.exp2(lse - new_maximum)
+    total = tl.fma(total, decay, weight)
+    acc = tl.fma(part.to(tl.float32), tl.broadcast_to(weight[:, None], part.shape), acc * decay[:, None])
+    return new_maximum, total, acc
+
 
 # acc = part_s * 2^(lse_s - max_s) + acc * 2^(max_{s-1} - max_s), max_s = max(lse_0 .. lse_s), total likewise of ones;
 #   out = acc / total, s ascending
@@ -64,40 +89,33 @@ def _merge_kernel(
             lse = tl.load(lse_ptr + row, mask=real & there, other=float("-inf"))
             ptrs = parts_ptr + row[:, None] * VALUE_WIDTH + v[None, :]
             part = tl.load(ptrs, mask=inside & there, other=-0.0)
-            new_maximum = tl.maximum(maximum, lse)
-            decay, weight = tl.exp2(maximum - new_maximum), tl.exp2(lse - new_maximum)
-            total = tl.fma(total, decay, weight)
-            weight = tl.broadcast_to(weight[:, None], (BLOCK_H, BLOCK_V))
-            acc = tl.fma(part.to(tl.float32), weight, acc * decay[:, None])
-            maximum = new_maximum
+            maximum, total, acc = merge_step(maximum, total, acc, lse, part)  # pyright: ignore
     out_ptrs = out_ptr + (sequence * num_heads + head)[:, None] * VALUE_WIDTH + v[None, :]
     tl.store(out_ptrs, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=inside)
 
 
-def merge_parts(
-    parts_BSHV: Tensor, lse_BSH: Tensor, kv_lens_B: Tensor, whole_B: Tensor | None, out_BHV: Tensor, rule: SplitRule
-) -> None:
-    """Fills out_BHV (contiguous) where a sequence has more than one split and whole_B, if given, is 0."""
-    num_sequences, splits, num_heads, width = parts_BSHV.shape
+def merge_parts(splits: Splits, kv_lens_B: Tensor) -> None:
+    """Fills out_BHL (contiguous) where a sequence has more than one split and whole_B, if given, is 0."""
+    num_sequences, most, num_heads, width = splits.parts_BSHL.shape
     # Few results: one warp for 128 columns, so that many programs share the latency. Many: eight columns a thread. One
     # H200, 64 sequences of 16 heads, with the splits: 90.4 and 88.6 us for 4096 keys, 27.3 and 25.3 for 600.
     block_h, block_v, num_warps, chunk = 1, min(next_power_of_2(width), 128), 1, 8
     if num_sequences * num_heads * width >= 2**19:
         block_h, num_warps, chunk = min(8, next_power_of_2(num_heads)), 4, 4
     _merge_kernel[(cdiv(width, block_v), cdiv(num_heads, block_h), num_sequences)](
-        parts_BSHV,
-        lse_BSH,
+        splits.parts_BSHL,
+        splits.lse_BSH,
         kv_lens_B,
-        whole_B,
-        out_BHV,
-        splits,
+        splits.whole_B,
+        splits.out_BHL,
+        most,
         num_heads,
         VALUE_WIDTH=width,
         BLOCK_V=block_v,
         BLOCK_H=block_h,
         CHUNK=chunk,
-        SPLIT_LEN=rule.length,
-        FEW_SPLITS=rule.few,
+        SPLIT_LEN=splits.rule.length,
+        FEW_SPLITS=splits.rule.few,
         num_warps=num_warps,
-        **dependent_launch(parts_BSHV),
+        **dependent_launch(splits.out_BHL),
     )

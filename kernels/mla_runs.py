@@ -13,6 +13,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.language.extra.cuda import gdc_wait
 
 from kernels.mla_pieces import bounds, copy_chunks, rows_of_tile
 
@@ -103,9 +104,11 @@ def copy_latents(
     PAGE: gl.constexpr,
     SPLIT_LEN: gl.constexpr,
     FEW_SPLITS: gl.constexpr,
+    PDL: gl.constexpr,
 ):
     """The tiles of a run. Chunks are [stage * chunk, 64 keys, 64 columns]: four left, which are full together with one
-    of rotary keys, and four right."""
+    of rotary keys, and four right. A sequence's newest key may be the launch before's work; tiles without it are copied
+    while that one still runs."""
     STAGES: gl.constexpr = pe.shape[0]
     tiles = 0
     while (before < stop) & (sequence < last_sequence):
@@ -116,6 +119,9 @@ def copy_latents(
         for start in range(first * split_len, end, 64):
             # Rows are looked up before the wait for room, which takes as long.
             row0, row1, row2, row3 = rows_of_tile(table_ptr, start, end, PAGE)
+            if PDL:  # noqa: SIM102 - decided when the kernel is compiled
+                if start + 64 >= kv_len:
+                    gdc_wait()
             stage, phase = tiles % STAGES, ((tiles // STAGES) & 1) ^ 1
             bar = full_left.index(stage)
             mbarrier.wait(empty_left.index(stage), phase)

@@ -16,12 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kernels.absorb_rope_store import absorb_rope_store
 from kernels.attention_merge import merge_attention
 from kernels.attention_prefill import attention_prefill
 from kernels.gather import LatentScaling, gather_paged
 from kernels.latent_rope_store import latent_rope_store
 from kernels.linear import head_linear
-from kernels.mla_decode import mla_decode
+from kernels.mla_values import mla_decode_values
 from kernels.rmsnorm import rmsnorm
 from kernels.turn_heads import Rope
 from kv_cache.layout import LayerCache
@@ -83,22 +84,27 @@ class MLAttention:
         self.w_uv_HVL = w_HNL[:, dims.qk_nope_head_dim :]
 
     def __call__(self, x_TD: Tensor, plan: StepPlan, cache: LayerCache) -> Tensor:
-        step, dims, cache_NPX = plan.step, self.dims, cache.values
+        step, dims = plan.step, self.dims
         q_TX, kv_TX = self.q_kv_a(x_TD).tensor_split((-dims.kv_lora_rank - dims.qk_rope_head_dim,), dim=1)
         q_THC = self._queries(q_TX)
         q_pe_THR = q_THC[..., dims.qk_nope_head_dim :]
         rope = Rope(step.positions_T, self.cos_sin_PR, self.interleaved)
-        latent_rope_store(
-            *(q_pe_THR, kv_TX, self.kv_a_norm_L, LATENT_NORM_EPS, rope, cache_NPX, step.slot_mapping_T, cache.scales),
-            given=cache.quantization == "fp8-layer",
-            saturated_1=cache.saturated_1,
-        )
-
+        stored = (kv_TX, self.kv_a_norm_L, LATENT_NORM_EPS, rope, cache.values, step.slot_mapping_T, cache.scales)
+        given: dict[str, Any] = {
+            "given": cache.quantization == "fp8-layer",
+            "saturated_1": cache.saturated_1,
+        }
+        if step.decode is not None and step.prefill is None:
+            q_latent_THL = absorb_rope_store(q_THC, self.w_uk_HLn, *stored, **given)
+            out_THV = self._decode(q_latent_THL, q_pe_THR, cache, step.decode)
+            return self.o(out_THV.view(-1, dims.num_heads * dims.v_head_dim))
+        latent_rope_store(q_pe_THR, *stored, **given)
         out_THV = q_THC.new_empty(0, dims.num_heads, dims.v_head_dim)
         if step.decode is not None:
-            out_THV = self._decode(q_THC[: step.num_decode], cache, step.decode)
-        if step.prefill is not None:
-            out_THV = self._prefill(out_THV, q_THC[step.num_decode :], cache, plan.mla_rounds)
+            rows = slice(step.num_decode)
+            q_latent_BHL = head_linear(q_THC[rows, :, : dims.qk_nope_head_dim], self.w_uk_HLn)
+            out_THV = self._decode(q_latent_BHL, q_pe_THR[rows], cache, step.decode)
+        out_THV = self._prefill(out_THV, q_THC[step.num_decode :], cache, plan.mla_rounds)
         return self.o(out_THV.view(-1, dims.num_heads * dims.v_head_dim))
 
     def _queries(self, q_TX: Tensor) -> Tensor:
@@ -107,19 +113,18 @@ class MLAttention:
             q_TX = self.q_b(rmsnorm(q_TX, self.q_a_norm_A, LATENT_NORM_EPS))
         return q_TX.unflatten(1, (self.dims.num_heads, self.dims.qk_head_dim))
 
-    def _decode(self, q_BHC: Tensor, cache: LayerCache, decode: DecodeBatch) -> Tensor:
-        nope = self.dims.qk_nope_head_dim
-        o_latent_BHL = mla_decode(
-            head_linear(q_BHC[..., :nope], self.w_uk_HLn),
-            q_BHC[..., nope:],
+    def _decode(self, q_latent_BHL: Tensor, q_pe_BHR: Tensor, cache: LayerCache, decode: DecodeBatch) -> Tensor:
+        return mla_decode_values(
+            q_latent_BHL,
+            q_pe_BHR,
             cache.values,
             decode.block_tables_BM,
             decode.kv_lens_B,
+            self.w_uv_HVL,
             scale=self.scale,
             max_kv_len=decode.max_kv_len,
             scales_NP2=cache.scales,
         )
-        return head_linear(o_latent_BHL, self.w_uv_HVL)
 
     def _prefill(self, first_BHV: Tensor, q_THC: Tensor, cache: LayerCache, rounds: tuple[MLARound, ...]) -> Tensor:
         """`first_BHV`, the step's decoding rows, and the result behind them.

@@ -254,7 +254,7 @@ def test_the_store_writes_codes_and_scales_of_latents(backend, latent):
     cache_NPX = args[4]
     codes_NPX = torch.full_like(cache_NPX, torch.nan, dtype=FP8 if rounded else torch.float16)
     scales_NP2 = torch.full((*cache_NPX.shape[:2], 2), torch.nan, device=backend.device)
-    latent_rope_store._launch(q_THC[..., -12:], *args[:4], codes_NPX, args[5], scales_NP2)
+    latent_rope_store.launch_latents(q_THC[..., -12:], *args[:4], codes_NPX, args[5], scales_NP2)
     for part, columns in enumerate((slice(0, latent), slice(latent, None))):
         assert_stored(codes_NPX[..., columns], scales_NP2[..., part], cache_NPX[..., columns], rounded=rounded)
 
@@ -342,7 +342,8 @@ def test_C49_the_stores_use_given_scales_cut_and_count(backend):
     codes_NPX = torch.full_like(plain, torch.nan, dtype=torch.float32).to(code)
     scales_NP2 = torch.full((2,), 0.004, device=backend.device).expand(*plain.shape[:2], 2)
     saturated_1.zero_()
-    latent_rope_store._launch(q_THC[..., -12:], *latents[:4], codes_NPX, latents[5], scales_NP2, True, saturated_1)
+    given = (scales_NP2, True, saturated_1)
+    latent_rope_store.launch_latents(q_THC[..., -12:], *latents[:4], codes_NPX, latents[5], *given)
     assert int(saturated_1) == assert_given(codes_NPX, 0.004, plain, rounded=rounded) > 0
 
 

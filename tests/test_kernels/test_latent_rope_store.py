@@ -133,12 +133,20 @@ def test_operands_that_do_not_fit_are_refused():
 )
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_compiles(arch, cached, given, interleaved):
+    for tokens in (1, 4) if interleaved else (1,):
+        sizes = {"BLOCK_R": 2 * tokens, "TOKENS": tokens}
+        assert compile_ahead(_latent_rope_store_kernel, arch, compiled(arch, cached, given, interleaved) | sizes)
+
+
+def compiled(arch, cached="bf16", given=False, interleaved=True):
+    """What the kernel is compiled for, without the queries' product."""
     pointers = dict.fromkeys(("q_pe_ptr", "kv_ptr", "weight_ptr"), "*bf16") | {"cache_ptr": f"*{cached}"}
     pointers |= {"scales_ptr": None if cached == "bf16" else "*fp32", "saturated_ptr": "*i64" if given else None}
     indices = {"positions_ptr": "*i64", "slots_ptr": "*i64", "table_ptr": "*fp32", "eps": "fp32"}
     names = ("num_tokens", "num_heads", "page_size", "stride_qt", "stride_qh", "stride_kt", "stride_cn", "stride_cp")
     names += ("stride_sn", "stride_sp")
     blocks = {"LATENT": 512, "HALF": 32, "BLOCK_L": 512, "BLOCK_H": 16, "BLOCK_P": 32, "GIVEN": given}
-    args = pointers | indices | dict.fromkeys(names, "i32") | blocks | {"INTERLEAVED": interleaved, "PDL": arch >= 90}
-    for tokens in (1, 4) if interleaved else (1,):
-        assert compile_ahead(_latent_rope_store_kernel, arch, args | {"BLOCK_R": 2 * tokens, "TOKENS": tokens})
+    none = dict.fromkeys(("nope_ptr", "w_ptr", "y_ptr")) | dict.fromkeys(("stride_nt", "stride_nh"), "i32")
+    none |= {"NOPE": 0, "BLOCK_M": 16, "BLOCK_N": 64, "BLOCK_K": 16}
+    names = dict.fromkeys(names, "i32")
+    return pointers | indices | names | blocks | none | {"INTERLEAVED": interleaved, "PDL": arch >= 90}

@@ -11,7 +11,7 @@ from kernels.mla_decode import mla_decode, mla_decode_reference
 from kernels.mla_decode_hopper import runs_on_hopper
 from kernels.mla_few_heads import few_heads_kernel
 from kernels.mla_many_heads import many_heads_kernel
-from kernels.mla_merge import _merge_kernel, merge_parts
+from kernels.mla_merge import Splits, _merge_kernel, merge_parts
 from kernels.split_kv import SplitRule
 from tests.aot import ARCHS, aot, compile_ahead
 from tests.compare import assert_same_bits, max_rel
@@ -184,7 +184,7 @@ def test_merge(backend, whole):
         parts_BSHV[b, -(-n // 128) :], lse_BSH[b, -(-n // 128) :] = torch.nan, torch.nan
     out_BHV = torch.full((len(lens), heads, width), 7.0, dtype=backend.dtype, device=backend.device)
     whole_B = None if whole is None else index(whole, backend.device)
-    merge_parts(parts_BSHV, lse_BSH, index(lens, backend.device), whole_B, out_BHV, rule)
+    merge_parts(Splits(parts_BSHV, lse_BSH, whole_B, out_BHV, rule), index(lens, backend.device))
     for b, n in enumerate(lens):
         count = -(-n // 128)
         if count <= 1 or (whole is not None and whole[b]):
