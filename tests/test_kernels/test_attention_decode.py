@@ -279,5 +279,5 @@ def test_merges_compile_ahead_of_time(arch):
     compile_ahead(_merge_splits_kernel, arch, pointers | numbers | sizes | old)
     new = {"acc_ptr": "*fp32", "sums_ptr": "*fp32", "num_parts": "i32", "stride_sum": "i32", "unit": "fp32"}
     for one in (True, False):
-        runs = new | {"BLOCK_H": 4, "WHOLE": one, "ONE_RUN": one}
+        runs = new | {"BLOCK_H": 4, "WHOLE": one, "ONE_RUN": one, "PDL": "ahead" if arch >= 90 else False}
         compile_ahead(_merge_runs_kernel, arch, pointers | numbers | sizes | runs)

@@ -306,6 +306,30 @@ def test_compiles_for_one_slot_and_one_column():
     assert compile_ahead(_grouped_gemm_kernel, 90, args, aligned=False)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_rows", [1, 8, 24, 64, 65])
+def test_a_second_product_of_few_rows_waits_for_the_first(num_rows):
+    """Placed before the first has ended, and with its offsets read by then: replayed often, new rows in every turn."""
+    w13, w2 = (draw(8, *of, dtype=torch.bfloat16, device="cuda", seed=1) for of in ((1024, 1024), (1024, 512)))
+    offsets = int32([num_rows * slot // 8 for slot in range(9)], "cuda")
+    x = draw(num_rows, 1024, dtype=torch.bfloat16, device="cuda")
+
+    def pair(old_offsets: bool) -> torch.Tensor:
+        h = grouped_gemm_swiglu_triton(x, w13, offsets, num_rows=num_rows)
+        return grouped_gemm_triton(h, w2, offsets, num_rows=num_rows, old_offsets=old_offsets)
+
+    pair(True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = [pair(True) for _ in range(5)]
+    for seed in range(20):
+        x.copy_(draw(num_rows, 1024, dtype=torch.bfloat16, seed=seed))
+        graph.replay()
+        expected = pair(False)
+        for ours in results:
+            assert_same_bits(ours, expected)
+
+
 @aot
 @pytest.mark.parametrize("swiglu", [False, True], ids=["plain", "swiglu"])
 @pytest.mark.parametrize(("rows", "even"), [(1, True), (4096, True), (4096, False)])
