@@ -33,6 +33,7 @@ from kernels.peer_flags import RoundState, wait_done_reference, wait_limit, wait
 from kernels.peer_layout import PeerLayout, Peers
 from kernels.peer_tiles import send_tile, sum_tile
 from kernels.rmsnorm import norm_tile
+from kernels.tiles import num_multiprocessors
 
 MOST_SENDERS, MOST_SENDERS_BEFORE_NORM = 264, 132
 MOST_SUMMERS = 264
@@ -41,6 +42,12 @@ MOST_SUMMERS = 264
 Two H200s, rows of 7,168 columns, K = 8, us of a combine with so many senders | summers. 4,096 tokens of a rank, fast:
 132 | 132 took 314, 132 | 264 258, 264 | 264 247, 264 | 396 304; with the norm 132 | 264 took 261, 264 | 264 about 370.
 Flags for three tokens together instead of one: 260 instead of 247."""
+
+SENDERS_OF_MANY, SUMMERS_OF_MANY, _COLUMNS_OF_MANY, _WARPS_OF_MANY = 3, 5, 1024, 4
+"""Sums of many tokens, without a norm: programs for each multiprocessor, half as large, so that more of them have rows
+on their way. The same case, us. 8 warps and 2,048 columns, 264 | 264: 252 (apart: 183 sending, 164 summing); 198 |
+330: 231; 330 | 198: 276. With these 528 | 528: 228; 396 | 660: 222 (185 and 133); 660 | 396: 270. Rows of a rank's own
+experts summed ahead of the wait take registers: 248 to 323."""
 
 MOST_SUMMERS_BESIDE = 66
 """Beside the work of another half-step: half of the multiprocessors are left to what others may wait for."""
@@ -237,9 +244,14 @@ def combine_home_triton(
         return out_BD, sum_BD
     block_r, row_d, num_warps = norm_tile(layout.width)
     num_groups = cdiv(num_tokens, block_r)
-    most_senders = MOST_SENDERS if after is None else MOST_SENDERS_BEFORE_NORM
+    columns, most_senders = _COLUMNS, MOST_SENDERS if after is None else MOST_SENDERS_BEFORE_NORM
+    most_summers = MOST_SUMMERS_BESIDE if beside else MOST_SUMMERS
+    multiprocessors = num_multiprocessors(out_BD.device)
+    if layout.sums and after is None and not beside and num_groups > SUMMERS_OF_MANY * multiprocessors:
+        columns, num_warps = _COLUMNS_OF_MANY, _WARPS_OF_MANY
+        most_senders, most_summers = SENDERS_OF_MANY * multiprocessors, SUMMERS_OF_MANY * multiprocessors
     num_senders = min((layout.num_ranks - 1) * num_groups, most_senders) if sends else 0
-    num_summers = min(num_groups, MOST_SUMMERS_BESIDE if beside else MOST_SUMMERS) if sums else 0
+    num_summers = min(num_groups, most_summers) if sums else 0
     residual_BD, norm_D, eps, shared_BD = after or (None, None, 0.0, None)
     clock = peers.own.is_cuda
     _home_kernel[(num_senders + num_summers,)](
@@ -271,7 +283,7 @@ def combine_home_triton(
         TOP_K=layout.top_k,
         SUMS=layout.sums,
         BLOCK_R=block_r,
-        BLOCK_D=min(row_d, _COLUMNS),
+        BLOCK_D=min(row_d, columns),
         ROW_D=row_d,
         CLOCK=clock,
         num_warps=num_warps,

@@ -18,6 +18,7 @@ from kernels.peer_combine import (
     combine_home_triton,
 )
 from kernels.peer_layout import PeerLayout
+from kernels.tiles import num_multiprocessors
 from tests.aot import ARCHS, aot, compile_ahead
 from tests.compare import assert_same_as_separate, assert_same_bits
 from tests.one_process import OneProcess
@@ -189,6 +190,33 @@ def test_few_programs_and_three_ranks(backend: Backend, sums: bool, monkeypatch:
     compare_kernel(layout_of(sums=sums, num_ranks=3, width=1200, dtype=backend.dtype), backend.device, 7, norm=True)
 
 
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_sums_of_many_tokens(backend: Backend, num_ranks: int) -> None:
+    """So many that every program of the smaller kind takes several; a row's columns go in two parts."""
+    num_tokens = 900 if backend.device == "cuda" else 7  # a CPU counts as one multiprocessor
+    assert num_tokens > peer_combine.SUMMERS_OF_MANY * num_multiprocessors(torch.device(backend.device))
+    layout = layout_of(sums=True, num_ranks=num_ranks, capacity=num_tokens, width=1160, dtype=backend.dtype)
+    compare_kernel(layout, backend.device, num_tokens, norm=False, num_epochs=1)
+
+
+def test_few_tokens_and_many_have_the_same_bits(backend: Backend) -> None:
+    """The first tokens of many, summed by the smaller programs, and alone by the larger ones."""
+    num_tokens, num_few = (900, 5) if backend.device == "cuda" else (7, 3)
+    layout = layout_of(sums=True, capacity=num_tokens, width=1160, top_k=8, dtype=backend.dtype)
+    many = to(backend.device, draw_round(layout, num_tokens, seed=0, norm=False).given)
+    few = []
+    for results, tokens, _ in many:
+        of_ranks = [slice(num_tokens * home, num_tokens * home + num_few) for home in range(2)]
+        rows, weights = (torch.cat([each[part] for part in of_ranks]) for each in results[1:])
+        home_BK = tokens.home_row_BK[:num_few].clone()
+        home_BK[home_BK >= num_tokens] -= num_tokens - num_few  # row r * B + t, of another B
+        own = Tokens(home_BK, tokens.weights_BK[:num_few].contiguous())
+        few.append((Results(results.y_RD, rows, weights), own, None))
+    found = in_turns(OneProcess(layout, backend.device), combine_home_triton, many)
+    for whole, part in zip(found, in_turns(OneProcess(layout, backend.device), combine_home_triton, few), strict=True):
+        assert_same_bits(part[0], whole[0][:num_few])
+
+
 @BOTH
 def test_what_does_not_come_is_noted(backend: Backend, sums: bool) -> None:
     """Rank 1 of 3 sends nothing: the others end, and know it; a later wait ends at once."""
@@ -232,6 +260,8 @@ def test_compiles(arch: int, sums: bool) -> None:
     narrow = {"TOP_K": 60, "BLOCK_R": 8, "BLOCK_D": 128, "ROW_D": 128}
     plain = dict.fromkeys(("shared_ptr", "residual_ptr", "norm_ptr", "sum_ptr"))
     compile_ahead(peer_combine._home_kernel, arch, args | whole, num_warps=8)
+    if sums:
+        compile_ahead(peer_combine._home_kernel, arch, args | whole | plain | {"BLOCK_D": 1024}, num_warps=4)
     # A short wait and a small buffer are 32-bit numbers.
     short = dict.fromkeys(("limit", "done_at", "home_at"), "i32")
     compile_ahead(peer_combine._home_kernel, arch, args | narrow | plain | short)
