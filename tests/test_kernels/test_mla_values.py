@@ -40,12 +40,13 @@ def drawn_splits(lens, whole, heads, latent, dtype, device):
         pytest.param([40, 128, 7], id="nothing-to-merge"),
     ],
 )
-def test_values(backend, lens):
+@pytest.mark.parametrize("some_whole", [False, True])
+def test_values(backend, lens, some_whole):
     """Weights as a view of wider ones, of an odd number of columns."""
     heads, latent = 3, 64
-    splits = drawn_splits(
-        lens, [int(b % 4 == 2) for b in range(len(lens))], heads, latent, backend.dtype, backend.device
-    )
+    whole = [int(some_whole and b % 4 == 2) for b in range(len(lens))]
+    splits = drawn_splits(lens, whole, heads, latent, backend.dtype, backend.device)
+    splits = splits if some_whole else splits._replace(whole_B=None)
     w_HVL = draw(heads, 8 + 70, latent, dtype=backend.dtype, device=backend.device, seed=3)[:, 8:]
     ours = values_of_splits(splits, index(lens, backend.device), w_HVL)
     merge_parts(splits, index(lens, backend.device))
@@ -90,7 +91,7 @@ def test_compiles_where_it_serves(rows):
     sizes = {
         "LATENT": 512,
         "BLOCK_M": rows,
-        "BLOCK_N": 32 if rows == 1 else 64,
+        "BLOCK_N": 32 if rows == 1 else 128,
         "CHUNK": 4,
         "SPLIT_LEN": 128,
         "FEW_SPLITS": 8,
