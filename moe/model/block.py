@@ -61,7 +61,9 @@ class Block:
         if num_tokens:
             y_TD = self.attention(y_TD, plan, kv_cache)
         if isinstance(self.mlp, MoELayer):
-            y_TD, residual_TD = yield from self.mlp.stages(y_TD, residual_TD, next_norm, plan, self.mlp_norm)
+            stages = self.mlp.stages(y_TD, residual_TD, next_norm, plan, self.mlp_norm)
+            del y_TD, residual_TD  # the layer lets them go once it has normalised rows
+            y_TD, residual_TD = yield from stages
         else:
             yield
             yield
