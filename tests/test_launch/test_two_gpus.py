@@ -1,5 +1,5 @@
-"""A job of 2,000 lines on two GPUs is, byte for byte, that of one; also with a rank killed halfway and restarted, and
-while experts move from GPU to GPU."""
+"""A job of 2,000 lines on two GPUs is, byte for byte, that of one; also with a rank killed halfway and restarted, while
+experts move from GPU to GPU, and with experts in host memory."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def write_lines(path: Path, num_lines: int) -> None:
 
 def jobs_end_alike(folder: Path, num_lines: int, device: str) -> None:
     """One rank; two; two of which one is killed after a quarter of all records, which is half of its own; two between
-    which experts move. All four at a time."""
+    which experts move; two that hold half of their experts, the others in host memory. All five at a time."""
     write_lines(folder / "in.jsonl", num_lines)
     words = ["input=in.jsonl", f"engine.device={device}", "cache.num_blocks=4096", "cache.prefix_caching=false"]
     words += ["engine.max_num_seqs=64", "engine.max_batched_tokens=2048", "parallel.timeout_s=120"]
@@ -43,6 +43,10 @@ def jobs_end_alike(folder: Path, num_lines: int, device: str) -> None:
         "moving": [
             *(*TORCHRUN, "--master-port=29613", "-m", "launch.generate", *words),
             *("balance.interval=5", "balance.move=always", "balance.load_file=load.json"),
+        ],
+        "offloaded": [
+            *(*TORCHRUN, "--master-port=29614", "-m", "launch.generate", *words),
+            *("offload.regime=auto", "offload.slots_per_layer=2"),
         ],
         "killed": [*TORCHRUN, "--master-port=29612", "--max-restarts=1", script, f"1:{num_lines // 4}", *words],
     }
@@ -67,7 +71,8 @@ def jobs_end_alike(folder: Path, num_lines: int, device: str) -> None:
     one = folder / "one.jsonl"
     assert [record["id"] for record in read_jsonl(one)] == [f"l{index}" for index in range(num_lines)]
     assert "experts moved" in logs["moving"], logs["moving"][-4000:]
-    for name in ("two", "moving", "killed"):
+    assert "the GPU holds 2 of 4" in logs["offloaded"], logs["offloaded"][-4000:]
+    for name in ("two", "moving", "offloaded", "killed"):
         different = [
             (own["id"], own["text"], other["text"])
             for own, other in zip(read_jsonl(one), read_jsonl(folder / f"{name}.jsonl"), strict=True)
