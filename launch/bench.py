@@ -120,7 +120,8 @@ class Choice:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the workloads, print their figures, write the result file. 2: a wrong command line."""
+    """Run the workloads, print their figures, write the result file. 2: a wrong command line, or a model that cannot be
+    loaded."""
     words = sys.argv[1:] if argv is None else list(argv)
     if helped(words, __doc__, OWN_KEYS):
         return 0
@@ -150,7 +151,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     record, ceilings = begin_record(device, baselines, ["python", "-m", "launch.bench", *words], choice.commit)
     figures: list[Figure] = []
     console = Console(width=240)
-    for name, measure in _pieces(choice, device, ceilings, baselines, record["engines"]):
+    pieces = _pieces(choice, device, ceilings, baselines, record["engines"])
+    while True:
+        try:
+            piece = next(pieces, None)  # where a model is loaded that may not be there, or not fit
+        except ValueError as error:
+            return refuse(error)
+        if piece is None:
+            break
+        name, measure = piece
         logger.info("measuring %s", name)
         measured = measure()
         figures += measured

@@ -194,7 +194,8 @@ class Profiler:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Profile one model, print the tables, write them to `result`. 2: a wrong command line."""
+    """Profile one model, print the tables, write them to `result`. 2: a wrong command line, or a model that cannot be
+    loaded."""
     words = sys.argv[1:] if argv is None else list(argv)
     if asks_for_help(words):
         print(__doc__)
@@ -217,7 +218,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ValueError as error:
         return refuse(error)
     set_up_logging(Console(stderr=True))
-    engine = Engine(config)
+    try:
+        engine = Engine(config)
+    except ValueError as error:
+        return refuse(error)
     try:
         profiler = Profiler(engine)
         profiles = [profiler.decode(batch) for batch in batches]

@@ -108,8 +108,9 @@ def test_a_run_that_is_cut_leaves_what_it_had(
         (["workload=w5", "attention=gqa"], "attention=gqa is unknown"),
         (["workload=w5", "points=64"], "points= is no whole number"),
         (["workload=w5", "seconds=0"], "seconds=0 must be a number above 0"),
-        (["workload=w5", "result=/nowhere/at/all.json"], "a folder that exists"),
+        (["workload=w5", "result=/nowhere/at/all.json"], "there is no folder /nowhere/at; make it first"),
         (["workload=w5", "device=tpu"], "engine.device='tpu' is not known"),
+        (["workload=w2", "device=cpu", "model=/nowhere/at/all"], "/nowhere/at/all"),
     ],
 )
 def test_wrong_words(words: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:

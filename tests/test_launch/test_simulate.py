@@ -85,7 +85,7 @@ def test_a_load_file_is_played(tmp_path: Path, capsys: pytest.CaptureFixture[str
         (["load=none.json"], "does not say how many experts a token has; give top_k"),
         (["load=none.json", "top_k=2", "experts=4"], "experts=4 shapes a drawn trace"),
         (["load=none.json", "top_k=2"], "load file none.json cannot be read"),
-        (["result=/nowhere/at/all.json"], "a folder that exists"),
+        (["result=/nowhere/at/all.json"], "there is no folder /nowhere/at; make it first"),
     ],
 )
 def test_wrong_words(words: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
