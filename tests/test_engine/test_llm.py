@@ -286,6 +286,15 @@ PLACES = {  # where Ctrl-C comes: a class, its method, and the call of it
 }
 
 
+@pytest.fixture
+def hears_ctrl_c() -> Iterator[None]:
+    """As in a terminal: a shell's job in the background is told to ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("hears_ctrl_c")
 @pytest.mark.parametrize("place", PLACES)
 def test_an_interrupted_batch_leaves_nothing_behind(folder: Path, monkeypatch: Any, place: str) -> None:
     """Ctrl-C anywhere: the call raises KeyboardInterrupt, its requests are gone, the next batch is answered."""
@@ -307,6 +316,7 @@ def test_an_interrupted_batch_leaves_nothing_behind(folder: Path, monkeypatch: A
         assert llm.generate([[3]], PARAMS)[0].outputs[0].token_ids == expected_tokens([3], 6)
 
 
+@pytest.mark.usefixtures("hears_ctrl_c")
 def test_an_interrupt_leaves_other_streams_alone(folder: Path) -> None:
     """The step it came in is ended first, so who goes on gets the same answer."""
     steps = itertools.count()
@@ -319,6 +329,7 @@ def test_an_interrupt_leaves_other_streams_alone(folder: Path) -> None:
         assert list(stream)[-1].outputs[0].token_ids == expected_tokens([5], 6)
 
 
+@pytest.mark.usefixtures("hears_ctrl_c")
 def test_a_second_interrupt_is_heard_at_once(folder: Path) -> None:
     steps, ended = itertools.count(), []
 

@@ -9,7 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from kernels.gate_few import NormedRouting
 from kernels.pack import Packed, pack
+from kernels.rmsnorm import Norm, rmsnorm_residual
 from kernels.routing import Routing, route_reference
 from moe.model.causal_lm import CausalLM
 from moe.model.layer import MoELayer
@@ -67,6 +69,18 @@ class RecordingGate:
     ) -> tuple[Routing, Packed]:
         routing = self(x_TD, real_T)
         return routing, pack(routing.expert_ids_TK, slot_of_E, num_slots)
+
+    def norm_and_pack(
+        self,
+        x_TD: Tensor,
+        residual_TD: Tensor,
+        norm: Norm,
+        slot_of_E: Tensor,
+        num_slots: int,
+        real_T: Tensor | None = None,
+    ) -> NormedRouting:
+        y_TD, new_residual_TD = rmsnorm_residual(x_TD, residual_TD, *norm)
+        return NormedRouting(y_TD, new_residual_TD, *self.and_pack(y_TD, slot_of_E, num_slots, real_T))
 
 
 def test_C31_a_bf16_model_routes_as_an_fp32_router_for_batches_of_1_and_512(tmp_path: Path) -> None:
