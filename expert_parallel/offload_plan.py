@@ -32,9 +32,10 @@ RESIDENT_CACHE = 55.4 / 4420
 #     Zipf 1         58    74     88     106    114    128    134
 #     Zipf 2         15    19     28     43     54     66     73
 #
-# Whole steps with 8, 4 and 2 rows a slot, over a streamed one: even 1.09, 1.08, 0.95, Zipf 1 1.05, 0.88, 0.66, Zipf 2
-# with 8 0.57. So even routing breaks even at 2.3 rows a slot, Zipf's law at 6, its square far beyond 8. From 2.3 on
-# the cache way loses a tenth at most, with even routing; streaming would lose half with Zipf's law. At 6 neither loses
+# Whole steps with 8, 4, 2 and 1 rows a slot, over a streamed one: even 1.09, 1.08, 0.95, Zipf 1 1.05, 0.88, 0.66 (8
+# layers); of all 48 even 1.11, 1.06, 0.93, 0.70, Zipf 1 1.04, 0.90, 0.63, 0.46. Zipf 2 with 8, 8 layers: 0.57. So even
+# routing breaks even near 3 rows a slot, Zipf's law between 6 and 7, its square far beyond 8. With even routing the
+# cache way loses a tenth at most from 3 on; streaming from there would lose a third with Zipf's law. At 6 neither loses
 # more.
 STREAM_FROM = 6.0
 # Where the host decides what is copied, each missing expert costs it launches of its own, which exceed the copy's time
