@@ -1,18 +1,25 @@
 """Where a step's time goes: `python -m launch.profile model=qwen3-30b-a3b batch=1,64,256 prefill=4x4096 result=p.md`.
 
 Decode steps at each batch size, and a prefill, each warmed up and then recorded by torch's profiler on the device
-alone: per kernel its launches, their time and its share, and how long the device had nothing to do. Keys of
-launch.generate go through. Knows engines and kernel names; knows nothing of what a kernel is for.
+alone: per kernel its launches, their time and its share, and how long the device had nothing to do. Every table is
+printed, and written to `result`, as soon as it is measured: a run may be cut at any time. Keys of launch.generate go
+through. Knows engines and kernel names; knows nothing of what a kernel is for.
+
+A kernel may begin, and wait, while the one before it still runs. So beside its own time, from its start to its end,
+there is the time from the latest end before it to its own: these sum to the whole, idle time included.
 """
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -46,11 +53,13 @@ class Span:
 
 @dataclass(frozen=True)
 class KernelShare:
-    """All launches of one kernel, per step."""
+    """All launches of one kernel, per step. `ms`: from their starts to their ends; `added_ms`: from the latest end
+    before each to its own."""
 
     name: str
     launches: float
     ms: float
+    added_ms: float
 
 
 @dataclass(frozen=True)
@@ -66,21 +75,27 @@ class StepProfile:
 
 
 def summarize(title: str, wall_ms: float, spans: Iterable[Span], num_steps: int) -> StepProfile:
-    """Adds up what the device did over `num_steps` steps. Kernels may overlap: the shares can sum to more than busy.
+    """Adds up what the device did over `num_steps` steps. Kernels may overlap: their own times can sum to more than the
+    whole, the added ones sum to it.
 
-    >>> summarize("", 1.0, [Span("a", 0, 6e3), Span("b", 4e3, 8e3), Span("a", 9e3, 10e3)], 2).busy_ms
-    4.5
+    >>> each = summarize("", 1.0, [Span("a", 0, 6e3), Span("b", 4e3, 8e3), Span("a", 9e3, 10e3)], 2)
+    >>> each.busy_ms, [(kernel.name, kernel.ms, kernel.added_ms) for kernel in each.kernels]
+    (4.5, [('a', 3.5, 4.0), ('b', 2.0, 1.0)])
     """
     ordered = sorted(spans, key=lambda span: span.start_us)
     assert ordered, "the profiler saw no kernel"
-    times: dict[str, list[float]] = {}
+    times: dict[str, list[tuple[float, float]]] = {}
     busy_us, until_us = 0.0, ordered[0].start_us
     for span in ordered:
-        times.setdefault(short_name(span.name), []).append(span.end_us - span.start_us)
-        busy_us += max(0.0, span.end_us - max(span.start_us, until_us))
-        until_us = max(until_us, span.end_us)
-    kernels = [KernelShare(name, len(each) / num_steps, sum(each) / num_steps / 1e3) for name, each in times.items()]
-    kernels.sort(key=lambda kernel: kernel.ms, reverse=True)
+        added_us = max(0.0, span.end_us - until_us)
+        times.setdefault(short_name(span.name), []).append((span.end_us - span.start_us, added_us))
+        busy_us += min(added_us, span.end_us - span.start_us)
+        until_us += added_us
+    kernels = []
+    for name, each in times.items():
+        own_us, added_us = map(sum, zip(*each))
+        kernels.append(KernelShare(name, len(each) / num_steps, own_us / num_steps / 1e3, added_us / num_steps / 1e3))
+    kernels.sort(key=lambda kernel: kernel.added_ms, reverse=True)
     span_ms = (until_us - ordered[0].start_us) / num_steps / 1e3
     return StepProfile(title, wall_ms, span_ms, busy_us / num_steps / 1e3, tuple(kernels))
 
@@ -111,17 +126,17 @@ def as_markdown(each: StepProfile) -> str:
         f"A step takes {each.wall_ms:.2f} ms; under the profiler {each.span_ms:.2f} ms, of which the device is idle "
         f"{idle:.2f} ms ({idle / each.span_ms:.1%}).",
         "",
-        "| kernel | launches | us each | ms a step | share |",
-        "|---|---:|---:|---:|---:|",
+        "| kernel | launches | us each | ms a step | ms added | share of it |",
+        "|---|---:|---:|---:|---:|---:|",
     ]
     shown, rest = each.kernels[:SHOWN_KERNELS], each.kernels[SHOWN_KERNELS:]
     if rest:
-        others = KernelShare(f"{len(rest)} others", sum(k.launches for k in rest), sum(k.ms for k in rest))
-        shown = (*shown, others)
+        sums = (sum(k.launches for k in rest), sum(k.ms for k in rest), sum(k.added_ms for k in rest))
+        shown = (*shown, KernelShare(f"{len(rest)} others", *sums))
     for kernel in shown:
         lines.append(
             f"| `{kernel.name}` | {kernel.launches:g} | {kernel.ms * 1e3 / kernel.launches:.1f} | {kernel.ms:.3f} | "
-            f"{kernel.ms / each.span_ms:.1%} |"
+            f"{kernel.added_ms:.3f} | {kernel.added_ms / each.span_ms:.1%} |"
         )
     return "\n".join(lines) + "\n"
 
@@ -224,16 +239,26 @@ def main(argv: Sequence[str] | None = None) -> int:
         return refuse(error)
     try:
         profiler = Profiler(engine)
-        profiles = [profiler.decode(batch) for batch in batches]
-        profiles += [profiler.prefill(*sizes) for sizes in prompts]
+        pieces = [partial(profiler.decode, batch) for batch in batches]
+        pieces += [partial(profiler.prefill, *sizes) for sizes in prompts]
+        command = shlex.join(["python", "-m", "launch.profile", *words])
+        head = f"`{command}`, commit {own.get('commit') or git_commit()}, {device_name(engine.parts.device)}.\n"
+        write_pieces(head, (measure() for measure in pieces), result)
     finally:
         engine.close()
-    head = f"`{shlex.join(['python', '-m', 'launch.profile', *words])}`, commit {own.get('commit') or git_commit()}, "
-    text = "\n".join([head + device_name(engine.parts.device) + ".\n", *map(as_markdown, profiles)])
-    print(text)
-    if result is not None:
-        result.write_text(text, encoding="utf-8")
     return 0
+
+
+def write_pieces(head: str, profiles: Iterable[StepProfile], result: Path | None) -> None:
+    """The head and each table as soon as it is there: printed, and in the file, which is whole after each."""
+    text = ""
+    for piece in chain([head], map(as_markdown, profiles)):
+        print(piece, flush=True)
+        text += piece + "\n"
+        if result is not None:
+            part = result.with_name(result.name + ".part")
+            part.write_text(text, encoding="utf-8")
+            os.replace(part, result)
 
 
 def engine_words(model: str, rest: Sequence[str]) -> list[str]:
