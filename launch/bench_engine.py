@@ -1,6 +1,6 @@
 """w1 to w3: whole workloads through the engine.
 
-w1 offline throughput: 512 requests of random ids, all at once; output tokens/s.
+w1 offline throughput: 512 requests of random ids, all at once; output tokens/s, and ms a step by kinds of steps.
 w2 decode step: 512-token prompts, 128 outputs, batches of 1, 8, 64 and 256; ms of the steps without a prompt chunk.
 w3 prefill: 16 prompts of 4096 tokens, one output; prompt tokens/s.
 
@@ -17,7 +17,7 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -32,6 +32,7 @@ DECODE_BATCHES = (1, 8, 64, 256)
 DECODE_PROMPT, DECODE_OUTPUTS = 512, 128
 COUNTED_STEPS = 16  # full decode steps of w2's warm-up: so many tell how many experts such a step hits
 RANDOM_TEMPERATURE = 1000.0
+KIND_ROWS = (8, 32, 64, 128, 256, 384, 512, 1024)  # w1's steps without a prompt chunk are told apart by these
 
 
 @dataclass(frozen=True)
@@ -42,17 +43,22 @@ class Prompt:
     num_outputs: int
 
 
+class StepTime(NamedTuple):
+    """From the arrival of the last step's tokens to that of this one's, when the engine counts it."""
+
+    seconds: float
+    tokens: int
+    has_chunk: bool
+
+
 @dataclass(frozen=True)
 class Run:
-    """One pass over a set of prompts. `decode_steps`: (seconds, tokens) of the steps that held no prompt chunk.
-
-    A step's seconds go from the arrival of the last one's tokens to that of its own, when the engine counts it.
-    """
+    """One pass over a set of prompts."""
 
     seconds: float
     prompt_tokens: int
     output_tokens: int
-    decode_steps: list[tuple[float, int]]
+    steps: list[StepTime]
     ttft_seconds: list[float]
 
 
@@ -81,7 +87,7 @@ def run_prompts(engine: Engine, prompts: Sequence[Prompt], name: str) -> Run:
             max_tokens=prompt.num_outputs, temperature=RANDOM_TEMPERATURE, seed=index, ignore_eos=True, detokenize=False
         )
         engine.add_request(Request(f"{name}-{index}", prompt.token_ids, params))
-    decode_steps = []
+    steps = []
     arrived = time.perf_counter()
     engine.join()  # the steps of other ranks too, where there are any
     while engine.has_unfinished:
@@ -90,17 +96,28 @@ def run_prompts(engine: Engine, prompts: Sequence[Prompt], name: str) -> Run:
             if output.error is not None:
                 raise ValueError(f"request {output.request_id} did not run: {output.error}")
         arrived = time.perf_counter()
-        if stats.chunks == chunks:
-            decode_steps.append((arrived - started, stats.output_tokens - tokens))
+        steps.append(StepTime(arrived - started, stats.output_tokens - tokens, stats.chunks > chunks))
     _synchronize(engine)
     seconds = time.perf_counter() - begin
     return Run(
         seconds,
         stats.prompt_tokens - prompt_before,
         stats.output_tokens - output_before,
-        decode_steps,
+        steps,
         list(stats.ttft_seconds),
     )
+
+
+def kind_of(step: StepWork) -> str:
+    """What w1 calls a step.
+
+    >>> kind_of(StepWork((7, 9), (), 2, 0.0)), kind_of(StepWork((7,) * 300, (), 300, 0.0))
+    ('decode, to 8 rows', 'decode, to 384 rows')
+    """
+    if step.chunks:
+        return "prefill and decode" if step.decode_lens else "prefill"
+    rows = len(step.decode_lens)
+    return f"decode, to {next((most for most in KIND_ROWS if rows <= most), rows)} rows"
 
 
 def recorded_steps(engine: Engine, prompts: Sequence[Prompt], name: str) -> list[StepWork]:
@@ -123,13 +140,13 @@ class EngineBench:
     def measure(self, workload: str, *, limit: int | None = None, rounds: int | None = None) -> list[Figure]:
         """The figures of one workload; `limit`: only so many requests (w2: batches); `rounds`: timed passes."""
         if workload == "w1":
-            return [self.throughput(limit, rounds or 1)]
+            return self.throughput(limit, rounds or 1)
         if workload == "w2":
             return self.decode(DECODE_BATCHES[:limit], rounds or 1)
         return [self.prefill(limit, rounds or 3)]
 
-    def throughput(self, limit: int | None, rounds: int) -> Figure:
-        """w1"""
+    def throughput(self, limit: int | None, rounds: int) -> list[Figure]:
+        """w1: the rate, then how long each kind of step takes."""
         prompts = throughput_prompts(self.engine.vocab_size)[:limit]
         steps = recorded_steps(self.engine, prompts, self._name("w1"))
         runs = [run_prompts(self.engine, prompts, self._name("w1")) for _ in range(rounds)]
@@ -138,7 +155,35 @@ class EngineBench:
         ttft = [seconds for run in runs for seconds in run.ttft_seconds]
         extra = {f"ttft p{percent} s": percentile(ttft, percent) or 0.0 for percent in (50, 95, 99)}
         extra |= {"steps": float(len(steps)), "prompt tok/s": runs[0].prompt_tokens / runs[0].seconds}
-        return self._rate("w1", "output tokens", rates, runs, runs[0].output_tokens / floor_s, steps, extra)
+        rate = self._rate("w1", "output tokens", rates, runs, runs[0].output_tokens / floor_s, steps, extra)
+        return [rate, *self._by_kind(steps, runs)]
+
+    def _by_kind(self, steps: list[StepWork], runs: list[Run]) -> list[Figure]:
+        """A step of each kind on average, in the order in which they come; `s over`: all of them over their floor."""
+        of_kinds: dict[str, list[tuple[StepWork, float]]] = {}
+        for step, *taken in zip(steps, *(run.steps for run in runs), strict=True):
+            seconds = statistics.mean(each.seconds for each in taken)
+            of_kinds.setdefault(kind_of(step), []).append((step, seconds))
+        figures = []
+        for kind, each in of_kinds.items():
+            works, all_s = [self.cost.step(step) for step, _ in each], sum(seconds for _, seconds in each)
+            work, floor_s = mean_work(works), sum(map(self.ceilings.seconds, works))
+            extra = {"steps": float(len(each)), "rows": statistics.mean(step.num_tokens for step, _ in each)}
+            figures.append(
+                Figure(
+                    "w1",
+                    self.model,
+                    kind,
+                    all_s / len(each) * 1e3,
+                    "ms",
+                    floor=floor_s / len(each) * 1e3,
+                    seconds=all_s / len(each),
+                    bytes=work.bytes,
+                    flops=work.flops,
+                    extra=extra | {"s": all_s, "s over": all_s - floor_s},
+                )
+            )
+        return figures
 
     def prefill(self, limit: int | None, rounds: int) -> Figure:
         """w3"""
@@ -192,7 +237,7 @@ class EngineBench:
             for batch in batches:
                 run = run_prompts(self.engine, prompts[batch], self._name("w2"))
                 # The first sequences decode, and end, before the last: steps of part of the batch are another thing.
-                times[batch] += [seconds for seconds, tokens in run.decode_steps if tokens == batch]
+                times[batch] += [step.seconds for step in run.steps if step.tokens == batch and not step.has_chunk]
         return [self._decode_figure(batch, prompts[batch], hits[batch], times[batch]) for batch in batches]
 
     def _counted(self, prompts: Sequence[Prompt]) -> list[Prompt]:

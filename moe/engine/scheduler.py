@@ -22,6 +22,7 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 from kv_cache.prefix_cache import BlockKey, PrefixCache
 from moe.engine.order import longest_first
@@ -31,6 +32,7 @@ from moe.engine.sequence import Sequence, Status
 # the 846 steps of bench workload w1 199 held a prompt without this; with it 50 of 854 do.
 GATHER_BUDGET_PARTS = 2
 GATHER_PLACE_PARTS = 16
+_length = attrgetter("num_computed")
 # Rows of logits that prompt_logprobs may ask of one step; a row of a large vocabulary takes half a megabyte.
 PROMPT_LOGIT_ROWS = 256
 
@@ -50,7 +52,7 @@ class Chunk:
 
 @dataclass
 class Schedule:
-    """One step: a row for each of `decodes`, then the rows of `chunks`.
+    """One step: a row for each of `decodes`, the longest first, then the rows of `chunks`.
 
     `sampled`: the sequences whose next token this step draws, in order; `sampled_decodes` are those rows among the
     decodes (all others replay a known token), then come the chunks that end at their sequence's newest token.
@@ -156,6 +158,8 @@ class Scheduler:
                 budget, logit_rows = self._plan_chunk(schedule, sequence, budget, logit_rows)
         if self.num_preemptions == preemptions:  # otherwise who gave way would come straight back
             self._admit(schedule, budget, logit_rows)
+        # Programs of attention begin in the order of the rows: those that end last are then short.
+        schedule.decodes.sort(key=_length, reverse=True)
         schedule.find_sampled()
         assert schedule.num_tokens or self.waits_for_tokens or not self.has_unfinished, "no progress, work is left"
         return schedule

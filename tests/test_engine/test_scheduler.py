@@ -66,7 +66,7 @@ def test_decodes_come_first_then_chunks_under_the_budget() -> None:
     add(scheduler, "b", 13)
     assert shape(run(scheduler)) == ([], [("a", 0, 4), ("b", 0, 6)])
     assert shape(run(scheduler)) == (["a"], [("b", 6, 7)])  # mixed: one decode row, the rest of b's prompt
-    assert shape(run(scheduler)) == (["a", "b"], [])
+    assert shape(run(scheduler)) == (["b", "a"], [])  # the longest first
 
 
 def test_prefill_chunk_caps_one_request_and_leaves_room_for_others() -> None:

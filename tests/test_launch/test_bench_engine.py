@@ -32,7 +32,7 @@ def test_the_recorder_sees_each_step(engine: Engine) -> None:
     model = engine.parts.model
     steps = recorded_steps(engine, [Prompt([3, 4, 5], 3), Prompt([6, 7, 8, 9, 10], 2)], "recorder")
     assert [step.chunks for step in steps] == [((0, 3), (0, 5)), (), ()]
-    assert [step.decode_lens for step in steps] == [(), (4, 6), (5,)]
+    assert [step.decode_lens for step in steps] == [(), (6, 4), (5,)]
     assert [step.logits_rows for step in steps] == [2, 2, 1]
     top_k, sparse = model.moe.rule.top_k, sum(model.sparse_layers)
     assert steps[2].experts_hit == top_k * sparse  # one row
@@ -69,11 +69,20 @@ def test_figures_of_all_three(engine: Engine, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(bench_engine, "even_prompts", lambda vocab, n, *_: [Prompt([5, 6, 7], 3)] * n)
     baselines = {"w2": {"demo": {"2": {"vllm": 2.0, "target": 1e9}}}}
     bench = EngineBench(engine, "demo", Ceilings(1e9, 1e9, "test"), baselines)
-    throughput = bench.throughput(None, 2)
+    throughput, *kinds = bench.throughput(None, 2)
     assert len(throughput.samples) == 2 and throughput.higher_is_better
     # Three chunks of four tokens, then two steps of three rows: three steps, nine outputs.
     assert throughput.extra["steps"] == 3 and throughput.floor is not None
     assert throughput.over_floor is not None and 0 < throughput.over_floor < 1
+    assert [(each.name, each.extra["steps"], each.extra["rows"]) for each in kinds] == [
+        ("prefill", 1.0, 12.0),
+        ("decode, to 8 rows", 2.0, 3.0),
+    ]
+    # What the steps take is what the pass takes but for its beginning and its end; their floors are the pass's floor.
+    assert throughput.seconds is not None and sum(each.extra["s"] for each in kinds) <= throughput.seconds * 1.001
+    floors = sum(each.extra["s"] - each.extra["s over"] for each in kinds)
+    assert floors == pytest.approx(9 / throughput.floor)
+    assert all(each.over_floor is not None and each.over_floor > 1 for each in kinds)
     (decode,) = bench.decode([2], 1)
     assert decode.peers == {"vllm": 2.0} and decode.meets_target
     assert len(decode.samples) == 2 and decode.floor is not None and decode.value > decode.floor
