@@ -84,7 +84,7 @@ def our_reading(own: Mapping[str, str], rest: Sequence[str]) -> dict[str, Any]:
             "gpu_bytes": _gpu_bytes_in_use(device),
             "host_bytes": engine.plan.host_bytes,
             "link_bytes": steps.each("num_bytes"),
-            "held": 1.0 if offload is None else offload.plan.held_slots / offload.plan.num_slots,
+            "held": 1.0 if offload is None else offload.plan.held_share,
         }
     finally:
         engine.close()

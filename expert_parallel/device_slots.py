@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -45,21 +46,23 @@ class _Layer:
 
 
 class DeviceSlots:
-    """`held[layer]`: tensors [G, ...] on the device; `hosts[layer]`: the same bundles' rows in host memory, pinned."""
+    """`held[layer]`: tensors [G, ...] on the device, G of each layer its own; `hosts[layer]`: the same bundles' rows in
+    host memory, pinned."""
 
     def __init__(self, held: Mapping[int, Bundle], hosts: Mapping[int, Bundle], num_slots: int) -> None:
         first = next(iter(held.values()))
-        self.num_slots, self.num_places = num_slots, first[0].shape[0]
+        self.num_slots = num_slots
         self.bundle_bytes = sum(tensor[0].nbytes for tensor in first)
         device = first[0].device
-        self._numbers_LX = _rows(len(held), numbers_length(num_slots, self.num_places), torch.int32, device)
+        most = max(tensors[0].shape[0] for tensors in held.values())
+        self._numbers_LX = _rows(len(held), numbers_length(num_slots, most), torch.int32, device)
         self._shares_LS1 = _rows(len(held), num_slots + 1, torch.float32, device)
         self._counts_LX = _rows(len(held), STAMPS_AT + len(STAMPS), torch.int64, device)
         self._shares_LS1[:, -1] = 1.0  # before anything is known a guess counts as right, and no slot as used
         self._layers: dict[int, _Layer] = {}
         for at, (layer, tensors) in enumerate(held.items()):
             tables = (self._numbers_LX[at], self._shares_LS1[at], self._counts_LX[at])
-            places = Places(*tables, num_slots, self.num_places)
+            places = Places(*tables, num_slots, tensors[0].shape[0])
             for name in ("slot_at", "place_of"):
                 places.part(name).fill_(-1)
             targets = [flat_rows(tensor) for tensor in tensors]
@@ -69,9 +72,10 @@ class DeviceSlots:
         self.was_called = False  # since `slots`: the tables may have changed
 
     @staticmethod
-    def serves(num_slots: int, held: Bundle) -> bool:
-        """Whether there are places, and tables and tensors of a size that the kernels take."""
-        return held[0].shape[0] > 0 and num_slots < 1024 and len(held) <= MOST_TENSORS
+    def serves(num_slots: int, held: Mapping[int, Bundle]) -> bool:
+        """Whether every layer has places, and tables and tensors of a size that the kernels take."""
+        have_places = all(tensors[0].shape[0] > 0 and len(tensors) <= MOST_TENSORS for tensors in held.values())
+        return have_places and num_slots < 1024
 
     def put(self, layer: int, slots: SlotTable, rows: Sequence[int], experts: SlotTable) -> None:
         """Which slot is in each place, in which row of host memory each slot's bundle is, and which expert it is of."""
@@ -93,16 +97,16 @@ class DeviceSlots:
         """The slot in each place of every layer. Waits for the device."""
         for mine in self._layers.values():
             self._join(mine)
-        tables = torch.stack([mine.places.part("slot_at") for mine in self._layers.values()]).tolist()
+        tables = iter(torch.cat([mine.places.part("slot_at") for mine in self._layers.values()]).tolist())
         self.was_called = False
         return {
-            layer: [None if slot < 0 else slot for slot in table]
-            for layer, table in zip(self._layers, tables, strict=True)
+            layer: [None if slot < 0 else slot for slot in islice(tables, mine.places.num_places)]
+            for layer, mine in self._layers.items()
         }
 
-    def num_rounds(self, num_rows: int) -> int:
+    def num_rounds(self, layer: int, num_rows: int) -> int:
         """That a call of so many rows can need; one that nothing is left for changes nothing."""
-        return -(-min(self.num_slots, num_rows) // self.num_places)
+        return -(-min(self.num_slots, num_rows) // self._layers[layer].places.num_places)
 
     def bring(self, layer: int, offsets_S1: Tensor, *, first: bool) -> Tensor:
         """ranges int32 [G, 2] of the first or the next round of a call: products launched before the next is asked for

@@ -6,6 +6,10 @@ of an engine leaves, is told by the caller.
     slots of a layer   |  held G  |           the other S - G            |
     on the GPU            always     C at a time, in two buffers of all layers
     in host memory     |                    S                            |
+
+H bundles are held of all layers together, so that what is left over is less than one bundle. Layers hold equal numbers
+of them; where H does not divide, those with one more lie evenly among the others: while one layer's products run the
+next ones' bundles come, and the link is to be ahead by as much all the time.
 """
 
 from __future__ import annotations
@@ -45,11 +49,11 @@ STREAM_FROM_BY_HOST = 1.0
 
 @dataclass(frozen=True)
 class OffloadPlan:
-    """Of one rank. All layers hold as many experts, and pass the others through the same two buffers."""
+    """Of one rank. All layers pass the experts that they do not hold through the same two buffers."""
 
     regime: str  # auto, cache or stream
     num_slots: int  # S, of this rank in each layer
-    held_slots: int  # G, of them on the GPU
+    num_held: int  # H, of the slots of all layers, on the GPU
     staging_slots: int  # C, of each of the two buffers
     num_layers: int  # that have experts
     bundle_bytes: int  # of one slot of one layer: weights and scales
@@ -58,22 +62,43 @@ class OffloadPlan:
 
     def __post_init__(self) -> None:
         assert self.regime in ("auto", "cache", "stream"), f"{self.regime!r} is no regime"
-        assert 0 <= self.held_slots < self.num_slots, f"{self.held_slots} of {self.num_slots} slots are held"
+        every_slot = self.num_slots * self.num_layers
+        assert 0 <= self.num_held < every_slot, f"{self.num_held} of {every_slot} slots are held"
         assert 1 <= self.staging_slots <= self.num_slots, f"buffers of {self.staging_slots} of {self.num_slots} slots"
 
     @property
     def gpu_bytes(self) -> int:
         """Held slots of all layers, and the two buffers."""
-        return (self.num_layers * self.held_slots + 2 * self.staging_slots) * self.bundle_bytes
+        return self.held_bytes + 2 * self.staging_slots * self.bundle_bytes
+
+    @property
+    def held_bytes(self) -> int:
+        """Held slots of all layers."""
+        return self.num_held * self.bundle_bytes
 
     @property
     def streamed_bytes(self) -> int:
         """What crosses the link in a step that uses every slot."""
-        return (self.num_slots - self.held_slots) * self.num_layers * self.bundle_bytes
+        return self.num_slots * self.num_layers * self.bundle_bytes - self.held_bytes
+
+    @property
+    def held_share(self) -> float:
+        """Of all slots."""
+        return self.num_held / (self.num_slots * self.num_layers)
+
+    def held_in(self, at: int) -> int:
+        """G of the layer that is the `at`-th of those with experts.
+
+        >>> plan = OffloadPlan("auto", 8, 45, 1, num_layers=32, bundle_bytes=1, tier="host", host_bytes=256)
+        >>> [plan.held_in(at) for at in range(8)], sum(plan.held_in(at) for at in range(32))
+        ([1, 1, 2, 1, 2, 1, 1, 2], 45)
+        """
+        return (at + 1) * self.num_held // self.num_layers - at * self.num_held // self.num_layers
 
     def streams(self, num_rows: int) -> bool:
         """Whether a call of a layer with so many rows streams all its slots."""
-        by_device = self.tier == "host" and self.held_slots > 0  # a GPU's kernels read pinned memory into held places
+        # A GPU's kernels read pinned memory into held places, of which every layer needs one.
+        by_device = self.tier == "host" and self.num_held >= self.num_layers
         rows_a_slot = STREAM_FROM if by_device else STREAM_FROM_BY_HOST
         return self.regime == "stream" or (self.regime == "auto" and num_rows >= rows_a_slot * self.num_slots)
 
@@ -81,10 +106,17 @@ class OffloadPlan:
         """For people."""
         where = "in host memory" if self.tier == "host" else "on disk, behind host memory"
         return (
-            f"experts {where} ({self.regime}): the GPU holds {self.held_slots} of {self.num_slots} in each of "
-            f"{self.num_layers} layers, the others pass through two buffers of {self.staging_slots}; "
+            f"experts {where} ({self.regime}): the GPU holds {self.held_words()}, "
+            f"the others pass through two buffers of {self.staging_slots}; "
             f"{self.gpu_bytes / 2**30:.3f} GiB there, {self.host_bytes / 2**30:.3f} GiB of the host"
         )
+
+    def held_words(self) -> str:
+        """For people: how many of each layer, and of all where they differ."""
+        each, over = divmod(self.num_held, self.num_layers)
+        of_layer = f"{each} or {each + 1}" if over else f"{each}"
+        in_all = f", {self.num_held} in all" if over else ""
+        return f"{of_layer} of {self.num_slots} in each of {self.num_layers} layers{in_all}"
 
 
 def staging_slots(num_passing: int, bundle_bytes: int) -> int:
@@ -102,7 +134,8 @@ def staging_slots(num_passing: int, bundle_bytes: int) -> int:
 @dataclass(frozen=True)
 class Room:
     """Bytes of a GPU that experts and cache share (`resident`: where all experts are there, and steps are captured as
-    graphs), and what the cache makes of them: `wanted` by as many sequences as may run, `least` by one."""
+    graphs), and what the cache makes of them: `wanted` by as many sequences as may run, or by one as long as may be,
+    `least` by one of the usual length."""
 
     shared: int
     resident: int
@@ -111,35 +144,41 @@ class Room:
 
 
 def choose_held(num_slots: int, num_layers: int, bundle_bytes: int, room: Room) -> int | None:
-    """Slots of a layer to hold on the GPU: all `num_slots` where that answers faster, None where nothing fits.
+    """Slots of all layers to hold on the GPU: every one where that answers faster, None where nothing fits.
 
     Streamed, a step brings W - held bytes over a link of P bytes/s, for as many rows as the cache has sequences:
     tokens/s = sequences * P / (W - held). While experts and cache do not fit together, a byte given to the cache adds
-    more above than below the line, so the cache gets all that it wants, and experts hold what is left.
+    more above than below the line, so the cache gets all that it wants. Beyond that it adds no sequence, and experts
+    hold what is left.
     """
     everything = num_slots * num_layers * bundle_bytes
     # And one sequence more: part of one is none.
     if room.resident - everything >= min(room.wanted, room.least + int(room.resident * RESIDENT_CACHE)):
-        return num_slots
-    for held in reversed(range(num_slots)):
-        if held_bytes(num_slots, held, num_layers, bundle_bytes) + room.wanted <= room.shared:
-            return held
+        return num_slots * num_layers
+    held = _most_held(num_slots, num_layers, bundle_bytes, room.shared - room.wanted)
+    if held is not None:
+        return held
     return 0 if held_bytes(num_slots, 0, num_layers, bundle_bytes) + room.least <= room.shared else None
 
 
 def held_within(num_slots: int, num_layers: int, bundle_bytes: int, num_bytes: int) -> int | None:
-    """The most slots of a layer that go into so many bytes with their two buffers; None: not even the buffers do."""
+    """The most slots of all layers that go into so many bytes with the two buffers; None: not even the buffers do."""
     if num_slots * num_layers * bundle_bytes <= num_bytes:
-        return num_slots
+        return num_slots * num_layers
+    return _most_held(num_slots, num_layers, bundle_bytes, num_bytes)
+
+
+def held_bytes(num_slots: int, num_held: int, num_layers: int, bundle_bytes: int) -> int:
+    """On the GPU, of held slots of all layers and of the two buffers that the others pass through."""
+    passing = num_slots - num_held // num_layers  # of the layer that holds fewest
+    buffers = 2 * staging_slots(passing, bundle_bytes) if passing else 0
+    return (num_held + buffers) * bundle_bytes
+
+
+def _most_held(num_slots: int, num_layers: int, bundle_bytes: int, num_bytes: int) -> int | None:
+    """As `held_within`, where some pass."""
+    most = min(num_bytes // bundle_bytes, num_slots * num_layers - 1)
     fitting = (
-        held
-        for held in reversed(range(num_slots))
-        if held_bytes(num_slots, held, num_layers, bundle_bytes) <= num_bytes
+        held for held in range(most, -1, -1) if held_bytes(num_slots, held, num_layers, bundle_bytes) <= num_bytes
     )
     return next(fitting, None)
-
-
-def held_bytes(num_slots: int, held: int, num_layers: int, bundle_bytes: int) -> int:
-    """On the GPU, of held slots and of the two buffers that the others pass through."""
-    buffers = 2 * staging_slots(num_slots - held, bundle_bytes) if held < num_slots else 0
-    return (num_layers * held + buffers) * bundle_bytes

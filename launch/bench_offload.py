@@ -333,7 +333,8 @@ def _counts(engine: Engine) -> dict[str, float]:
 
 
 def _held(offload: Offload) -> str:
-    return f"{offload.plan.held_slots} of {offload.plan.num_slots} held"
+    plan = offload.plan
+    return f"{plan.num_held / plan.num_layers:g} of {plan.num_slots} held"
 
 
 def _percent(part: float, whole: float) -> float | None:

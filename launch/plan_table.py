@@ -44,9 +44,8 @@ def _weights(planned: Forecast) -> list[tuple[str, int | None, str]]:
     if offload is None:
         rows.append(("experts", sizes.experts, f"{sizes.num_slots} in each of {sizes.num_layers} layers, {one}"))
     else:
-        held = offload.num_layers * offload.held_slots * offload.bundle_bytes
-        kept = f"{offload.held_slots} of {offload.num_slots} in each of {offload.num_layers} layers, {one}"
-        rows.append(("experts held", held, kept))
+        held = offload.held_bytes
+        rows.append(("experts held", held, f"{offload.held_words()}, {one}"))
         rows.append(("experts passing", offload.gpu_bytes - held, f"two buffers of {offload.staging_slots}"))
     return rows
 

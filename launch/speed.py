@@ -88,7 +88,7 @@ def speed(
         if offload.streams(step.num_tokens * model.moe.rule.top_k):
             link_bytes, regime = float(offload.streamed_bytes), "stream"
         else:
-            missed = step.experts_hit * (1 - offload.held_slots / offload.num_slots)
+            missed = step.experts_hit * (1 - offload.held_share)
             link_bytes, regime = missed * offload.bundle_bytes, "cache"
         return StepTime(gpu_s, link_bytes / rates.link_bytes_per_s, regime, link_bytes)
 

@@ -31,6 +31,9 @@ TOKENS_PER_SEQ = 1024
 """Where offload.tokens_per_seq leaves it open, and a checkpoint allows so many."""
 TOLERANCE = 0.05
 """Beyond it the sum is wrong, or somebody else uses the device."""
+BEYOND_PLAN = 1 << 27
+"""That contexts, kernels' modules and steps may take more than was planned, so that a cache planned for the longest
+sequence holds it. An H200 showed 0.101 GiB."""
 CPU_SHARE = 4
 """On the CPU held experts are copies that gain nothing: a quarter, so that all that a GPU does happens there too."""
 
@@ -103,22 +106,28 @@ def forecast(config: Config, subject: Subject, machine: Machine) -> Forecast:
 
 
 def plan_offload(config: Config, subject: Subject, machine: Machine, weights: WeightSizes) -> OffloadPlan | None:
-    """Which experts this rank holds on its GPU, as offload.* says or as serves best; None: all of them."""
+    """Which experts this rank holds on its GPU, as offload.* says or as serves best; None: all of them.
+
+    Ranks share host memory, so whether experts live there is one answer for all, that of the rank with most slots. How
+    many of its own each one holds is its own business.
+    """
     if not weights.num_layers:
         raise ValueError(
             f"offload.regime={config.offload.regime}, but the model has no layer with experts; leave it out."
         )
-    shape = (weights.num_slots, weights.num_layers, weights.bundle)
-    held = _held(config, subject, machine, weights, shape)
-    if held >= weights.num_slots:
+    placement = _placement(config, subject, machine)
+    fullest = max(range(machine.num_ranks), key=placement.num_slots)
+    most, own = (placement.num_slots(rank) * weights.num_layers for rank in (fullest, machine.rank))
+    if _held(config, subject, replace(machine, rank=fullest), weights) == most:
         return None
+    held = min(_held(config, subject, machine, weights), own - 1)
     offload = config.offload
     host_bytes = _host_bytes(subject, machine, weights)
     return OffloadPlan(
         regime=offload.regime,
         num_slots=weights.num_slots,
-        held_slots=held,
-        staging_slots=staging_slots(weights.num_slots - held, weights.bundle),
+        num_held=held,
+        staging_slots=staging_slots(weights.num_slots - held // weights.num_layers, weights.bundle),
         num_layers=weights.num_layers,
         bundle_bytes=weights.bundle,
         tier=offload.tier,
@@ -126,11 +135,13 @@ def plan_offload(config: Config, subject: Subject, machine: Machine, weights: We
     )
 
 
-def _held(config: Config, subject: Subject, machine: Machine, weights: WeightSizes, shape: tuple[int, int, int]) -> int:
-    """G, at most S."""
-    offload = config.offload
+def _held(config: Config, subject: Subject, machine: Machine, weights: WeightSizes) -> int:
+    """H of the rank `machine.rank`."""
+    offload, num_layers = config.offload, weights.num_layers
+    num_slots = _placement(config, subject, machine).num_slots(machine.rank)
+    shape = (num_slots, num_layers, weights.bundle)
     if offload.slots_per_layer is not None:
-        return min(offload.slots_per_layer, weights.num_slots)
+        return min(offload.slots_per_layer, num_slots) * num_layers
     if offload.gpu_gb is not None:
         held = held_within(*shape, int(offload.gpu_gb * GIB))
         if held is None:
@@ -140,7 +151,7 @@ def _held(config: Config, subject: Subject, machine: Machine, weights: WeightSiz
             )
         return held
     if machine.total is None:
-        return min(max(1, weights.num_slots // CPU_SHARE), weights.num_slots)
+        return max(1, num_slots // CPU_SHARE) * num_layers
     room = cache_room(config, subject, machine, weights)
     held = choose_held(*shape, room)
     if held is None:
@@ -156,9 +167,13 @@ def _held(config: Config, subject: Subject, machine: Machine, weights: WeightSiz
 def cache_room(config: Config, subject: Subject, machine: Machine, weights: WeightSizes) -> Room:
     """What experts and cache share on a GPU, and what the cache makes of it. With cache.num_blocks it is said."""
     assert machine.total is not None, "the CPU has no room to share out"
-    layout, limits = subject.layout, subject.limits
-    per_seq = -(-tokens_per_seq(config.offload, limits.max_model_len) // layout.block_size) * layout.bytes_per_block
-    wanted = wanted_seqs(config.offload, subject) * per_seq
+    layout, longest = subject.layout, subject.limits.max_model_len
+    per_seq, of_longest = (
+        cdiv(length, layout.block_size) * layout.bytes_per_block
+        for length in (tokens_per_seq(config.offload, longest), longest)
+    )
+    # No request is refused so that more experts are held, as long as the cache may be large enough for it.
+    wanted = max(wanted_seqs(config.offload, subject) * per_seq, of_longest + BEYOND_PLAN)
     if config.cache.num_blocks is not None:
         wanted = per_seq = config.cache.num_blocks * layout.bytes_per_block
     budget = int(machine.total * config.cache.memory_fraction)

@@ -30,21 +30,27 @@ class Machine:
 
 
 def find_machine(device: torch.device, ranks: Ranks | None, *, asks_host: bool) -> Machine:
-    """Of this process. `asks_host`: the host's memory is looked at, before any rank takes of it."""
+    """Of this process. `asks_host`: the host's memory is looked at, before any rank takes of it; ranks then call it
+    together and see the GPU that leaves least, so that all come to one answer whether experts live in host memory."""
     host = read_host_memory() if asks_host else None
+    total, other = None, 0
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        # Kernels' modules are not loaded yet.
+        other = max(total - free - torch.cuda.memory_reserved(device), OTHER_BYTES)
     num_ranks, rank, ranks_here = 1, 0, 1
     if ranks is not None:
         num_ranks, rank, ranks_here = ranks.everyone.size, ranks.everyone.rank, ranks.values.local_world_size
         if asks_host and num_ranks > 1:
-            ranks.everyone.gather_objects(None)
-    if device.type != "cuda":
+            of_ranks = ranks.everyone.gather_objects((total, other))
+            if total is not None:
+                total, other = min(each for each, _ in of_ranks), max(each for _, each in of_ranks)
+    if total is None:
         return Machine("cpu", None, 0, host=host, num_ranks=num_ranks, rank=rank, ranks_here=ranks_here)
-    free, total = torch.cuda.mem_get_info(device)
     return Machine(
         torch.cuda.get_device_name(device),
         total,
-        # Kernels' modules are not loaded yet.
-        max(total - free - torch.cuda.memory_reserved(device), OTHER_BYTES),
+        other,
         hopper=torch.cuda.get_device_capability(device) >= (9, 0),
         host=host,
         num_ranks=num_ranks,

@@ -64,13 +64,15 @@ class Offload:
             tensors = [torch.empty((num_places, *shape), dtype=dtype, device=device) for shape, dtype in bundle]
             return SlotBuffer(tensors, host.source, engine)
 
-        self.held = {layer: HeldSlots(layer, buffer(plan.held_slots), plan.num_slots) for layer in layers}
+        self.held = {
+            layer: HeldSlots(layer, buffer(plan.held_in(at)), plan.num_slots) for at, layer in enumerate(layers)
+        }
         self.staging = (buffer(plan.staging_slots), buffer(plan.staging_slots))
         self.stream = ChunkStream(layers, self.staging, lambda layer: self.held[layer].passing())
         self.experts = {layer: OffloadedExperts(self, self.held[layer]) for layer in layers}
         self.on_device: DeviceSlots | None = None  # the cache way's tables, where they are there
         tensors = {layer: held.buffer.tensors for layer, held in self.held.items()}
-        serves = engine.kernels_read_host and DeviceSlots.serves(plan.num_slots, tensors[layers[0]])
+        serves = engine.kernels_read_host and DeviceSlots.serves(plan.num_slots, tensors)
         if serves and isinstance(host.source, HostSource):
             self.on_device = DeviceSlots(tensors, host.source.bundles, plan.num_slots)
         self._table: dict[int, Sequence[int | None]] = {}  # logical experts by slot
@@ -99,8 +101,9 @@ class Offload:
 
     def fill(self) -> None:
         """Once the source is: the first slots of each layer are held to begin with."""
-        first, at_a_time = range(self.plan.held_slots), self.plan.staging_slots
+        at_a_time = self.plan.staging_slots
         for held in self.held.values():
+            first = range(len(held.slots))
             for at in range(0, len(first), at_a_time):
                 held.fetch(first[at : at + at_a_time], first[at : at + at_a_time])
         self.engine.drain()
@@ -214,7 +217,7 @@ class OffloadedExperts:
     def _cache_on_device(self, slots: DeviceSlots, inputs: ExpertInput, products: SlotProducts) -> None:
         """Guesses are copied behind what this call misses, beside its last products."""
         held, following, routed = self.held, self.following, slots.mark()
-        last = slots.num_rounds(inputs.num_rows) - 1
+        last = slots.num_rounds(held.layer, inputs.num_rows) - 1
         for number in range(last + 1):
             ranges_G2 = slots.bring(held.layer, inputs.offsets_S1, first=number == 0)
             if number == last and following is not None and self._is_few(inputs):

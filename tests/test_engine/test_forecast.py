@@ -16,9 +16,11 @@ from kernels.checks import cdiv
 from launch.figure import ROOT
 from moe import LLM
 from moe.engine.forecast import Forecast, Subject, forecast
+from moe.engine.intake import longest_answer
 from moe.engine.machine import OTHER_BYTES, Machine
 from moe.engine.memory_plan import GIB, DeviceMemory, plan_memory
 from moe.engine.parts import step_limits
+from moe.engine.request import SamplingParams
 from moe.engine.resolve import kv_layout
 from moe.model.families.registry import read_config
 from moe.model.weight_sizes import weight_sizes
@@ -139,12 +141,53 @@ def test_the_cache_is_what_sequences_want_with_auto() -> None:
     """1,024 sequences of 1,024 tokens want 96 GiB of a card of 24: all experts pass. 16 of them want 1.5 GiB."""
     alone = Machine("a card", 24 * GIB)
     many, few = planned(alone, regime="auto"), forecast(*_few(alone, "auto"), alone)
-    assert many.offload is not None and many.offload.held_slots == 0
-    assert few.offload is not None and few.plan is not None and few.offload.held_slots > 30
-    assert 0 <= few.plan.kv_bytes - 16 * 1024 * 96 * 1024 < 48 * few.offload.bundle_bytes
+    assert many.offload is not None and many.offload.num_held == 0
+    assert few.offload is not None and few.plan is not None and few.offload.num_held > 48 * 30
+    assert few.offload.num_held % 48, "of which not every layer holds as many"
+    assert 0 <= few.plan.kv_bytes - 16 * 1024 * 96 * 1024 < few.offload.bundle_bytes
     # One row asks for 8 of 128 experts: more than 16 sequences ask for nearly all, so a cache of them is for no more.
     cached = planned(alone, regime="cache")
-    assert cached.offload is not None and cached.offload.held_slots > 30
+    assert cached.offload is not None and cached.offload.num_held > 48 * 30
+
+
+def test_no_request_is_refused_so_that_experts_are_held() -> None:
+    """One sequence at a time, of 1,024 tokens usually and of 8,192 at most: the cache takes the longest, also where an
+    H200's contexts and modules take 0.101 GiB more than was planned, and experts take all else. Where no cache is as
+    large as the longest sequence, none is left smaller for experts' sake."""
+    length, per_token = 8192, 96 * 1024
+    settings = freeze(Config(engine=EngineConfig(max_num_seqs=1), offload=OffloadConfig(regime="auto")))
+    qwen3 = subject("qwen3-30b-a3b", settings)
+    for total in (16, 24, 40):
+        found = forecast(settings, qwen3, Machine("a card", total * GIB))
+        assert found.offload is not None and found.plan is not None and found.offload.num_held > 0
+        spare = found.plan.kv_bytes - length * per_token
+        assert 0.101 * GIB < spare < 0.25 * GIB
+        fewer = replace(found.plan, num_blocks=found.plan.num_blocks - cdiv(int(0.101 * GIB), 16 * per_token))
+        prompt = [0] * (length - 100)
+        assert longest_answer(SamplingParams(max_tokens=100), prompt, 2, length, fewer) == 100
+    longer = replace(qwen3, limits=replace(qwen3.limits, max_model_len=1 << 20))
+    found = forecast(settings, longer, Machine("a card", 40 * GIB))
+    assert found.offload is not None and found.offload.num_held == 0
+
+
+def test_a_budget_for_experts_is_bytes_not_slots_a_layer() -> None:
+    """4 GiB are 455 bundles of 9 MiB, of which two buffers of 7 take 14: nine in each of 48 layers, and nine more."""
+    offload = planned(Machine("a card", 80 * GIB), regime="stream", gpu_gb=4.0).offload
+    assert offload is not None and (offload.num_held, offload.staging_slots) == (441, 7)
+    assert offload.held_words() == "9 or 10 of 128 in each of 48 layers, 441 in all"
+    assert 4 * GIB - offload.gpu_bytes < offload.bundle_bytes
+
+
+def test_ranks_come_to_one_answer() -> None:
+    """Three ranks hold 43, 43 and 42 of 128 slots. Their host memory is shared: none may think that there is none."""
+    three = replace(GPU, num_ranks=3, ranks_here=3)
+    for keys in ({"slots_per_layer": 42}, {"gpu_gb": 42 * 48 * 9 / 1024}, {}):
+        for quarter in (320,) if keys else range(114, 120):
+            ranks = [replace(three, rank=rank, total=quarter * GIB // 4) for rank in range(3)]
+            offloads = [planned(each, regime="auto", **keys).offload for each in ranks]
+            assert len({each is None for each in offloads}) == 1, (keys, quarter)
+            if keys:
+                assert [each and each.num_held for each in offloads][2] == 42 * 48 - 1
 
 
 def _few(machine: Machine, regime: str) -> tuple[Config, Subject]:

@@ -18,8 +18,10 @@ PROMPTS = ["In the beginning", "And", "Blessed are the meek, for they shall", "T
 PARAMS = [SamplingParams(max_tokens=8 + n, temperature=0.8 * (n % 2), seed=1, ignore_eos=True) for n in range(24)]
 
 
-def answers(model: str, quantization: str, regime: str, *, graphs: bool) -> tuple[list[Any], int, Any]:
-    """(texts of all prompts, of one prompt alone and of three), graphs that were captured, figures."""
+def answers(
+    model: str, quantization: str, regime: str, *, graphs: bool, **held: float
+) -> tuple[list[Any], int, Any, list[int]]:
+    """(texts of all prompts, of one prompt alone and of three), graphs that were captured, figures, G of each layer."""
     config = Config(
         model=model,
         quantization=quantization,
@@ -28,23 +30,36 @@ def answers(model: str, quantization: str, regime: str, *, graphs: bool) -> tupl
             device="cuda", max_batched_tokens=64, max_num_seqs=32, max_model_len=256, cuda_graphs=graphs
         ),
         cache=CacheConfig(num_blocks=256),
-        offload=OffloadConfig() if regime == "off" else OffloadConfig(regime=regime, slots_per_layer=3),
+        offload=OffloadConfig() if regime == "off" else OffloadConfig(regime=regime, **held),  # pyright: ignore[reportArgumentType]
     )
     with LLM(config=config) as llm:
         found = [texts(llm.generate(PROMPTS[:n], PARAMS[:n])) for n in (24, 1, 3)]
-        return found, 0 if llm.engine.graphs is None else llm.engine.graphs.num_graphs, llm.stats().offload
+        num_graphs = 0 if llm.engine.graphs is None else llm.engine.graphs.num_graphs
+        offload = llm.engine.parts.offload
+        counts = [] if offload is None else [len(each.slots) for each in offload.held.values()]
+        return found, num_graphs, llm.stats().offload, counts
 
 
 @pytest.mark.parametrize(("model", "quantization"), [("demo", "none"), ("demo-deepseek", "fp8")])
 def test_answers_are_those_of_the_resident_engine(model: str, quantization: str) -> None:
     """Steps of few rows are replayed, prompts and steps of many rows are not, in turns."""
-    expected, num_graphs, _ = answers(model, quantization, "off", graphs=True)
+    expected, num_graphs, *_ = answers(model, quantization, "off", graphs=True)
     assert num_graphs > 0
     for regime, graphs in (("auto", True), ("cache", True), ("cache", False), ("stream", True)):
-        found, num_graphs, figures = answers(model, quantization, regime, graphs=graphs)
+        found, num_graphs, figures, _ = answers(model, quantization, regime, graphs=graphs, slots_per_layer=3)
         assert found == expected, (regime, graphs)
         assert (num_graphs > 0) == (graphs and regime != "stream")
         assert figures.copies.num_bytes > 0 and (figures.slots.hits > 0) == (regime != "stream")
+
+
+def test_layers_of_one_and_two_slots_in_graphs() -> None:
+    """A budget of bytes: the demo's six layers of eight experts of 72 KiB hold nine, beside two buffers of seven."""
+    expected, *_ = answers("demo", "none", "off", graphs=True)
+    for graphs in (True, False):
+        budget = (9 + 2 * 7) * 72 / 2**20
+        found, num_graphs, figures, counts = answers("demo", "none", "cache", graphs=graphs, gpu_gb=budget)
+        assert found == expected and counts == [1, 2, 1, 2, 1, 2] and (num_graphs > 0) == graphs
+        assert figures.slots.hits > 0 and figures.slots.misses > 0
 
 
 def test_steps_are_captured_anew_after_all_graphs_were_freed() -> None:

@@ -81,7 +81,7 @@ def test_streaming_by_hand() -> None:
     outcome = fitting("model=qwen3-30b-a3b", "gpu_gb=24", "offload.regime=auto", "link_gb_s=50")
     assert outcome.forecast is not None and outcome.forecast.offload is not None and outcome.speed is not None
     offload = outcome.forecast.offload
-    assert (offload.held_slots, offload.staging_slots, offload.host_bytes) == (0, 7, 54 * GIB)
+    assert (offload.num_held, offload.staging_slots, offload.host_bytes) == (0, 7, 54 * GIB)
     assert outcome.speed.decode.regime == "stream" and outcome.speed.decode.bound == "link"
     assert outcome.speed.decode.seconds == pytest.approx(54 * GIB / 50e9)
     assert outcome.speed.tokens_per_s == pytest.approx(outcome.seqs * 50e9 / (54 * GIB))
@@ -89,14 +89,15 @@ def test_streaming_by_hand() -> None:
 
 
 def test_a_cache_of_experts_by_hand() -> None:
-    """One row of Mixtral asks for 2 of 8 experts of 336 MiB in each of 32 layers; with one held, 7 of 8 of those asked
-    for are missing on average. Nothing but the missing ones crosses the link, and the GPU waits for it."""
+    """One row of Mixtral asks for 2 of 8 experts of 336 MiB in each of 32 layers; with 45 of 256 held, 211 of 256 of
+    those asked for are missing on average. Nothing but these crosses the link, and the GPU waits for it."""
     words = ("model=mixtral-8x7b", "gpu_gb=24", "offload.regime=cache", "engine.max_num_seqs=1")
+    words += ("engine.max_model_len=4096",)
     outcome = fitting(*words)
     assert outcome.forecast is not None and outcome.forecast.offload is not None and outcome.speed is not None
-    assert outcome.forecast.offload.held_slots == 1
+    assert outcome.forecast.offload.num_held == 45
     decode = outcome.speed.decode
-    assert decode.regime == "cache" and decode.link_bytes == pytest.approx(32 * 2 * 7 / 8 * 336 * 2**20)
+    assert decode.regime == "cache" and decode.link_bytes == pytest.approx(32 * 2 * 211 / 256 * 336 * 2**20)
     assert decode.seconds == pytest.approx(decode.gpu_s + decode.link_bytes / 55.4e9)
 
 

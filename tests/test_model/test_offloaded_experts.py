@@ -40,7 +40,7 @@ def load(folder: Path, plan: OffloadPlan | None = None, copies: MakeEngine = mak
 
 
 def plan_of(regime: str, held: int, staging: int) -> OffloadPlan:
-    """As far as a network looks at it: sizes are those of another test."""
+    """Of every layer. As far as a network looks at it: sizes are those of another test."""
     return OffloadPlan(regime, E, held, staging, num_layers=1, bundle_bytes=1, tier="host", host_bytes=1)
 
 
@@ -114,6 +114,30 @@ def test_every_size_of_buffers(tmp_path: Path, held: int, staging: int) -> None:
     expected = all_logits(load(tmp_path))
     for regime in REGIMES:
         assert_all_same(all_logits(load(tmp_path, plan_of(regime, held, staging), simulated())), expected)
+
+
+@pytest.mark.parametrize("held", [2, 4, 7, 23])
+def test_layers_that_hold_different_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, held: int) -> None:
+    """Of three layers with experts: none or one slot of each (the host decides then, whoever could), one or two, two or
+    three, seven or all; with copies that are late, and with tables on the device and guesses half done."""
+    write_variant(tmp_path, "qwen3_moe")
+    expected = all_logits(load(tmp_path))
+    by_kernels: MakeEngine = lambda device: KernelEngine()  # noqa: E731
+    for regime in REGIMES:
+        for copies in (simulated(held), by_kernels):
+            if copies is by_kernels:
+                LateFetches(monkeypatch, held)
+            model = load(tmp_path, replace(plan_of(regime, 1, 2), num_held=held, num_layers=3), copies)
+            offload = model.offload
+            assert offload is not None and (offload.on_device is not None) == (copies is by_kernels and held >= 3)
+            counts = [len(each.slots) for each in offload.held.values()]
+            assert sum(counts) == held and len(set(counts)) == 2
+            poison_buffers(model)
+            offload.fill()
+            assert_all_same(all_logits(model), expected)
+            offload.settle()
+            assert counts == [len(each.slots) for each in offload.held.values()]
+            monkeypatch.undo()
 
 
 @pytest.mark.parametrize(

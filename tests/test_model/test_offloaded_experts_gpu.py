@@ -130,6 +130,27 @@ def test_bits_with_tables_on_the_device_and_late_copies(
     assert vain > 0
 
 
+@pytest.mark.parametrize("held", [2, 4, 7, 23])
+def test_layers_that_hold_different_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, held: int) -> None:
+    """Of three layers with experts: none or one slot of each (the host decides then), one or two, two or three, seven
+    or all; every way through them, with copies at once and late."""
+    write_variant(tmp_path, "qwen3_moe", hidden_size=128, moe_intermediate_size=128)
+    expected = logits_of(load(tmp_path, None, dtype=torch.bfloat16))
+    for regime, late in (("cache", False), ("cache", True), ("auto", False), ("stream", True)):
+        if late:
+            late_fetches(monkeypatch)
+        plan = OffloadPlan(regime, E, held, 2, num_layers=3, bundle_bytes=1, tier="host", host_bytes=1)
+        model = load(tmp_path, plan, LateEngine if late else make_engine, dtype=torch.bfloat16)
+        assert model.offload is not None and (model.offload.on_device is not None) == (held >= 3)
+        counts = [len(each.slots) for each in model.offload.held.values()]
+        assert sum(counts) == held and len(set(counts)) == 2
+        for mine, theirs in zip(logits_of(model), expected, strict=True):
+            assert_same_bits(mine, theirs)
+        figures = model.offload.statistics()
+        assert figures.copies.num_bytes > 0 and (figures.slots.misses > 0) == (regime != "stream")
+        monkeypatch.undo()
+
+
 def test_a_step_of_few_rows_never_waits_for_the_device(tmp_path: Path) -> None:
     """Two rows of a decode step ask for more slots than a layer has places; what came is known when it is asked for."""
     write_variant(tmp_path, "qwen3_moe", hidden_size=128, moe_intermediate_size=128)
