@@ -1,6 +1,6 @@
 """The slots that stay on a GPU and those that come in for others, decided and copied by the GPU itself.
 
-Knows layers, places and streams; knows nothing of what is computed. The tables of slot_places.py are on the device, and
+Knows layers, places and streams; knows nothing of what is computed. The tables of slot_tables.py are on the device, and
 kernels read missing bundles from pinned host memory: no step waits for the host, which only launches. For each layer:
 
     main stream    place l   fetch l   products l .... attention l + 1    place l + 1   (landed)   fetch l + 1
@@ -27,7 +27,9 @@ from expert_parallel.held_slots import SlotFigures
 from expert_parallel.slot_buffer import Bundle
 from kernels.checks import cdiv
 from kernels.fetch_bundles import MOST_TENSORS, fetch_bundles, flat_rows, num_pieces
-from kernels.slot_places import COUNTS, STAMPS, STAMPS_AT, TIMES, Places, guess_ahead, numbers_length, place_slots
+from kernels.slot_guesses import guess_ahead
+from kernels.slot_places import place_slots
+from kernels.slot_tables import COUNTS, STAMPS, STAMPS_AT, TIMES, Places, numbers_length
 
 SlotTable = Sequence[int | None]
 """By place the slot in it, or by slot the expert behind it."""

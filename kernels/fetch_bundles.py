@@ -1,6 +1,6 @@
 """Copies listed bundles from host memory to their places on the device, by multiprocessors that read over the link.
 
-Knows rows, places and lists on the device (slot_places.py); knows no slots. The host neither knows nor waits: host
+Knows rows, places and lists on the device (slot_tables.py); knows no slots. The host neither knows nor waits: host
 memory that is pinned has addresses that kernels read, and a list is as long as the device made it. A list of guesses
 may be called off while it is copied: each piece asks first.
 """
@@ -19,7 +19,7 @@ from torch import Tensor
 from triton.language.extra.cuda import globaltimer
 
 from kernels.checks import cdiv, uses_triton
-from kernels.slot_places import BY_PLACE, HEADER, STAMPS_AT, Places
+from kernels.slot_tables import BY_PLACE, HEADER, STAMPS_AT, Places
 
 # Measured on an H200, bundles of 9.4 MB, GB/s of one and of ten by programs of 4 warps: 4 programs 19 and 21, 8: 36 and
 # 39, 16: 45 and 50.5, 32 and 132 the same; the copy engine 51 and 53. Without .cv 42 and 50. Beside a step's other

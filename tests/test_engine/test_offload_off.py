@@ -33,6 +33,8 @@ OFFLOAD = {
     "slot_products",
     "device_slots",
     "slot_places",
+    "slot_guesses",
+    "slot_tables",
     "fetch_bundles",
 }
 

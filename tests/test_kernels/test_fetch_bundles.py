@@ -20,7 +20,7 @@ from kernels.fetch_bundles import (
     flat_rows,
     num_pieces,
 )
-from kernels.slot_places import Places
+from kernels.slot_tables import Places
 from tests.aot import ARCHS, aot, compile_ahead
 from tests.test_kernels.test_slot_places import copy_to, make
 

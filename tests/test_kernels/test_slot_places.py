@@ -1,4 +1,4 @@
-"""Which slot is in which place: kernels against the definition, the definition against what must hold at all times."""
+"""Which slot is in which place, which come ahead: kernels against the definition, that against what always must hold."""
 
 # Launch options such as num_warps are no parameters of a kernel.
 # pyright: reportArgumentType=false
@@ -11,22 +11,9 @@ from itertools import pairwise
 import pytest
 import torch
 
-from kernels.slot_places import (
-    COUNTS,
-    HEADER,
-    STAMPS,
-    TIMES,
-    Places,
-    _guess_ahead_kernel,
-    _place_slots_kernel,
-    guess_ahead,
-    guess_ahead_reference,
-    guess_ahead_triton,
-    numbers_length,
-    place_slots,
-    place_slots_reference,
-    place_slots_triton,
-)
+from kernels.slot_guesses import _guess_ahead_kernel, guess_ahead, guess_ahead_reference, guess_ahead_triton
+from kernels.slot_places import _place_slots_kernel, place_slots, place_slots_reference, place_slots_triton
+from kernels.slot_tables import COUNTS, HEADER, STAMPS, TIMES, Places, numbers_length
 from tests.aot import ARCHS, aot, compile_ahead
 
 RUNS = [

@@ -19,7 +19,7 @@ from expert_parallel.disk_source import DiskSource
 from expert_parallel.dispatcher import ExpertInput
 from expert_parallel.offload_plan import OffloadPlan
 from kernels.fetch_bundles import fetch_bundles_reference, num_pieces
-from kernels.slot_places import Places
+from kernels.slot_tables import Places
 from moe.model.causal_lm import CausalLM
 from moe.model.load_model import load_model
 from moe.model.offload_setup import MakeEngine

@@ -15,7 +15,7 @@ from expert_parallel.copy_engine import CudaCopy, CudaEngine, make_engine
 from expert_parallel.host_store import Arena
 from expert_parallel.offload_plan import OffloadPlan
 from kernels.fetch_bundles import fetch_bundles
-from kernels.slot_places import Places
+from kernels.slot_tables import Places
 from moe.model.causal_lm import CausalLM
 from moe.model.load_model import load_model
 from moe.model.offload_setup import MakeEngine
