@@ -1,4 +1,4 @@
-"""Which slot is in which place, which come ahead: kernels against the definition, that against what always must hold."""
+"""Which slot is in which place, which come ahead: kernels against the definition, and what always must hold of it."""
 
 # Launch options such as num_warps are no parameters of a kernel.
 # pyright: reportArgumentType=false
