@@ -101,6 +101,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if outcome.problem is None:
         keys = "" if not outcome.told else f" The engine is told of them by {' '.join(outcome.told)}."
         console.print(f"It fits: up to {outcome.seqs} sequences of {ask.prompt}+{ask.answer} at a time.{keys}")
+        if text := faster(ask, outcome):
+            console.print(text)
         return 0
     console.print(f"It does not fit: {outcome.problem}")
     console.print(way_out(ask))
@@ -207,6 +209,20 @@ def evaluate(ask: Ask) -> Outcome:
     load = Load(seqs, ask.prompt, ask.answer, subject.limits.max_batched_tokens, ask.gpus)
     fast = speed(subject.model, subject.layout, subject.dtype.itemsize, planned.offload, load, ask.rates)
     return Outcome(ask, subject, planned, fast, seqs, None, tuple(f"{key}={value}" for key, value in told.items()))
+
+
+def faster(ask: Ask, outcome: Outcome) -> str | None:
+    """What more experts on the GPU bring, where the cache keeps room for a sequence longer than those asked for."""
+    length = ask.prompt + ask.answer
+    if outcome.forecast is None or outcome.forecast.offload is None or length == outcome.subject.limits.max_model_len:
+        return None
+    other = evaluate(replace(ask, config=changed(ask.config, {"engine.max_model_len": length})))
+    if outcome.speed is None or other.speed is None or other.speed.tokens_per_s < 1.01 * outcome.speed.tokens_per_s:
+        return None
+    return (
+        f"With engine.max_model_len={length} the cache keeps no room for longer ones, and experts take it: at most "
+        f"{amount(other.speed.tokens_per_s)} tokens/s."
+    )
 
 
 def _sizes_itself(config: Config) -> bool:

@@ -101,6 +101,22 @@ def test_a_cache_of_experts_by_hand() -> None:
     assert decode.seconds == pytest.approx(decode.gpu_s + decode.link_bytes / 55.4e9)
 
 
+def test_room_kept_for_longer_sequences_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    """One sequence of up to 32,768 tokens keeps 4 GiB from experts, which would serve one of 640 more; 128 sequences of
+    640 want more than the longest one, and nothing is to be won."""
+    words = ["model=mixtral-8x7b", "gpu_gb=24", HOST, "offload.regime=auto", "engine.max_num_seqs=1"]
+    assert plan.main(words) == 0
+    out = capsys.readouterr().out
+    assert "34 in all" in out and "decoding, at most              2.79 tokens/s" in out
+    assert "With engine.max_model_len=640 the cache keeps no room for longer ones, and experts take it: at most" in out
+    rate = float(out.split("experts take it: at most ")[1].split()[0])
+    assert plan.main([*words, "engine.max_model_len=640"]) == 0
+    out = capsys.readouterr().out
+    assert f"decoding, at most              {rate:.2f} tokens/s" in out and "experts take it" not in out and rate > 2.9
+    assert plan.main(["model=qwen3-30b-a3b", *words[1:-1], "engine.max_num_seqs=128"]) == 0
+    assert "experts take it" not in capsys.readouterr().out
+
+
 def test_what_does_not_fit_has_a_way_out(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["model=qwen3-30b-a3b", "gpu_gb=24"]
     assert plan.main([*words, HOST]) == 1
