@@ -49,6 +49,7 @@ def attention_prefill(
     kv_starts_B: Tensor | None = None,
     scales: KVScales | Int4Scales | None = None,
     k_rest_NPR: Tensor | None = None,
+    pieces_I: Tensor | None = None,
     out_THV: Tensor | None = None,
     return_lse: Literal[False] = False,
 ) -> Tensor: ...
@@ -71,6 +72,7 @@ def attention_prefill(
     kv_starts_B: Tensor | None = None,
     scales: KVScales | Int4Scales | None = None,
     k_rest_NPR: Tensor | None = None,
+    pieces_I: Tensor | None = None,
     out_THV: Tensor | None = None,
     return_lse: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...
@@ -92,6 +94,7 @@ def attention_prefill(
     kv_starts_B: Tensor | None = None,
     scales: KVScales | Int4Scales | None = None,
     k_rest_NPR: Tensor | None = None,
+    pieces_I: Tensor | None = None,
     out_THV: Tensor | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -102,7 +105,8 @@ def attention_prefill(
     window 0: no window; scales: of caches in e4m3 or int4; k_rest_NPR: the last columns of every head's key, of which
     the cache holds the others; out_THV: where the result goes, contiguous; None: a new tensor. A query that sees no key
     gives out 0, lse -inf.
-    max_query_len and max_kv_len bound the work and do not change a bit of the result.
+    max_query_len and max_kv_len bound the work, pieces_I orders it (prefill_order.py; None: as it comes): no bit of the
+    result depends on them.
     """
     result_THV, lse_TH = (attention_prefill_triton if uses_triton(q_THC) else attention_prefill_reference)(
         q_THC,
@@ -119,6 +123,7 @@ def attention_prefill(
         kv_starts_B=kv_starts_B,
         scales=scales,
         k_rest_NPR=k_rest_NPR,
+        pieces_I=pieces_I,
         out_dtype=torch.float32 if return_lse else q_THC.dtype,
         out_THV=out_THV,
     )
@@ -201,6 +206,7 @@ def attention_prefill_triton(
     kv_starts_B: Tensor | None = None,
     scales: KVScales | Int4Scales | None = None,
     k_rest_NPR: Tensor | None = None,
+    pieces_I: Tensor | None = None,
     out_dtype: torch.dtype = torch.float32,
     out_THV: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -225,7 +231,7 @@ def attention_prefill_triton(
     if int4:
         attention_prefill_int4(*operands, scales, **bounds)
     elif hopper:
-        attention_prefill_hopper(*operands, k_rest_NPR, **bounds)
+        attention_prefill_hopper(*operands, k_rest_NPR, *(() if pieces_I is None else (pieces_I,)), **bounds)
     else:
         attention_prefill_tiles(*operands, scales, **bounds)
     return out_THV, lse_TH
@@ -247,6 +253,7 @@ def attention_prefill_reference(
     kv_starts_B: Tensor | None = None,
     scales: KVScales | Int4Scales | None = None,
     k_rest_NPR: Tensor | None = None,
+    pieces_I: Tensor | None = None,
     out_dtype: torch.dtype = torch.float32,
     out_THV: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:

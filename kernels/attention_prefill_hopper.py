@@ -29,11 +29,10 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.checks import cdiv
 from kernels.dependent_launch import dependent_launch
+from kernels.prefill_order import PIECE_ROWS, heads_of_piece
 from kernels.prefill_pieces import copy_keys_and_values, fetch_queries, prefill_piece, zero_values
 from kernels.prefill_weights import mask_scores, store_rows, weigh
 from kernels.tiles import device_generation, num_multiprocessors
-
-_TILE = 128  # rows of a program: 64 for each of the two groups of warps
 
 
 def runs_on_hopper(q_THC: Tensor, k_cache_NPGC: Tensor, v_cache_NPGV: Tensor, k_rest_NPR: Tensor | None = None) -> bool:
@@ -67,11 +66,12 @@ def _has_rows(cache_NPGC: Tensor) -> bool:
 #   q_ptr [T, H, C], last stride 1; k_desc, v_desc: the caches as rows of all heads, boxes of min(PAGE, BLOCK_N) x 64,
 #   k_ratio, v_ratio rows from block to block; rest_desc, rest_ratio: likewise the last REST * 64 columns of keys, the
 #   same for every head, if REST > 0; int32: tables_ptr [B, M], query_starts_ptr [B + 1], query_offsets_ptr,
-#   kv_lens_ptr, kv_starts_ptr (or None; multiples of the box) [B]; out_ptr [T, H, V], lse_ptr fp32 [T, H] contiguous
-#   grid: one program a multiprocessor at most; the programs take turns at the pieces of tiles x (H / PACK) x B, every
-#   other turn in reverse. A piece is 128 / PACK queries of PACK heads that share a kv head, the ones that see the most
-#   keys first. On 132 multiprocessors the busiest program has 6 % more tiles than the mean of 2 x 4096 tokens' pieces
-#   (32 heads on 4) if all turns go one way, 1 % so; with 16 heads of their own 12 and 3 %.
+#   kv_lens_ptr, kv_starts_ptr (or None; multiples of the box) [B], pieces_ptr (or None) [I]; out_ptr [T, H, V],
+#   lse_ptr fp32 [T, H] contiguous
+#   grid: one program a multiprocessor at most; the programs take turns at the pieces, I or tiles x B of them for each
+#   PACK heads, every other turn in reverse. A piece is 128 / PACK queries of PACK heads that share a kv head, the ones
+#   that see the most keys first. On 132 multiprocessors the busiest program has 6 % more tiles than the mean of 2 x
+#   4096 tokens' pieces (32 heads on 4) if all turns go one way, 1 % so; with 16 heads of their own 12 and 3 %.
 #   fp32 accumulation. A tile that a row does not see leaves it exactly as it was. Of keys that no row sees, whole pages
 #   are not read (a neighbour stands in), and values are zeroed in shared memory. Rows past the chunk are not written.
 
@@ -94,6 +94,7 @@ def _attend(
     query_offsets_ptr,
     kv_lens_ptr,
     kv_starts_ptr,
+    pieces_ptr,
     out_ptr,
     lse_ptr,
     scale_log2,
@@ -133,7 +134,7 @@ def _attend(
     pieces = 0
     if BUFFERS == 2:
         _, head0, first_row, query_len, in_chunk, _, _, _, _, _, _ = prefill_piece(
-            gl.program_id(0), query_starts_ptr, query_offsets_ptr, kv_lens_ptr, kv_starts_ptr, num_pieces,
+            gl.program_id(0), query_starts_ptr, query_offsets_ptr, kv_lens_ptr, kv_starts_ptr, pieces_ptr, num_pieces,
             num_sequences, head_tiles, PACK, WINDOW, BLOCK_N,
         )  # fmt: skip
         fetch_queries(
@@ -142,8 +143,8 @@ def _attend(
         )  # fmt: skip
     for piece in range(gl.program_id(0), num_pieces, gl.num_programs(0)):
         _, head0, first_row, query_len, in_chunk, query0, _, first, kv_end, begin, end = prefill_piece(
-            piece, query_starts_ptr, query_offsets_ptr, kv_lens_ptr, kv_starts_ptr, num_pieces, num_sequences,
-            head_tiles, PACK, WINDOW, BLOCK_N,
+            piece, query_starts_ptr, query_offsets_ptr, kv_lens_ptr, kv_starts_ptr, pieces_ptr, num_pieces,
+            num_sequences, head_tiles, PACK, WINDOW, BLOCK_N,
         )  # fmt: skip
         buffer = pieces % BUFFERS * 2 * COUNT + HALF * COUNT
         if BUFFERS == 1:
@@ -157,8 +158,8 @@ def _attend(
         if BUFFERS == 2:
             next_piece = gl.minimum(piece + gl.num_programs(0), num_pieces - 1)
             _, next_head0, next_row, next_len, next_in_chunk, _, _, _, _, _, _ = prefill_piece(
-                next_piece, query_starts_ptr, query_offsets_ptr, kv_lens_ptr, kv_starts_ptr, num_pieces, num_sequences,
-                head_tiles, PACK, WINDOW, BLOCK_N,
+                next_piece, query_starts_ptr, query_offsets_ptr, kv_lens_ptr, kv_starts_ptr, pieces_ptr, num_pieces,
+                num_sequences, head_tiles, PACK, WINDOW, BLOCK_N,
             )  # fmt: skip
             fetch_queries(
                 q_ptr, query_chunks, pieces % 2 * 2 * COUNT + HALF * COUNT, next_row, next_len, next_in_chunk,
@@ -222,6 +223,7 @@ def _prefill_kernel(
     query_offsets_ptr,
     kv_lens_ptr,
     kv_starts_ptr,
+    pieces_ptr,
     out_ptr,
     lse_ptr,
     scale_log2,
@@ -272,20 +274,22 @@ def _prefill_kernel(
     gl.warp_specialize(
         [
             (_attend, (
-                q_ptr, query_starts_ptr, query_offsets_ptr, kv_lens_ptr, kv_starts_ptr, out_ptr, lse_ptr, scale_log2,
-                num_pieces, num_sequences, head_tiles, num_heads, stride_qt, stride_qh, query_chunks, key_chunks,
-                values, value_chunks, full_keys, full_values, empty_keys, empty_values, 0, PACK, WINDOW, WIDTH, BUFFERS,
+                q_ptr, query_starts_ptr, query_offsets_ptr, kv_lens_ptr, kv_starts_ptr, pieces_ptr, out_ptr, lse_ptr,
+                scale_log2, num_pieces, num_sequences, head_tiles, num_heads, stride_qt, stride_qh, query_chunks,
+                key_chunks, values, value_chunks, full_keys, full_values, empty_keys, empty_values, 0, PACK, WINDOW,
+                WIDTH, BUFFERS,
             )),
             (_attend, (
-                q_ptr, query_starts_ptr, query_offsets_ptr, kv_lens_ptr, kv_starts_ptr, out_ptr, lse_ptr, scale_log2,
-                num_pieces, num_sequences, head_tiles, num_heads, stride_qt, stride_qh, query_chunks, key_chunks,
-                values, value_chunks, full_keys, full_values, empty_keys, empty_values, 1, PACK, WINDOW, WIDTH, BUFFERS,
+                q_ptr, query_starts_ptr, query_offsets_ptr, kv_lens_ptr, kv_starts_ptr, pieces_ptr, out_ptr, lse_ptr,
+                scale_log2, num_pieces, num_sequences, head_tiles, num_heads, stride_qt, stride_qh, query_chunks,
+                key_chunks, values, value_chunks, full_keys, full_values, empty_keys, empty_values, 1, PACK, WINDOW,
+                WIDTH, BUFFERS,
             )),
             (copy_keys_and_values, (
                 k_desc, v_desc, rest_desc, tables_ptr, query_starts_ptr, query_offsets_ptr, kv_lens_ptr, kv_starts_ptr,
-                num_pieces, num_sequences, head_tiles, k_ratio, v_ratio, rest_ratio, stride_kg, stride_vg, stride_tb,
-                key_chunks, value_chunks, full_keys, full_values, empty_keys, empty_values, GROUP, PACK, PAGE, WINDOW,
-                REST,
+                pieces_ptr, num_pieces, num_sequences, head_tiles, k_ratio, v_ratio, rest_ratio, stride_kg, stride_vg,
+                stride_tb, key_chunks, value_chunks, full_keys, full_values, empty_keys, empty_values, GROUP, PACK,
+                PAGE, WINDOW, REST,
             )),
         ],
         [4, 1],
@@ -316,24 +320,26 @@ def attention_prefill_hopper(
     out_THV: Tensor,
     lse_TH: Tensor,
     k_rest_NPR: Tensor | None = None,
+    pieces_I: Tensor | None = None,
     *,
     scale: float,
     window: int,
     max_query_len: int,
 ) -> None:
-    """Fills out_THV and lse_TH."""
+    """Fills out_THV and lse_TH. `pieces_I`: by `order_pieces`; None: chunks are about as long as the longest."""
     num_heads, width = q_THC.shape[1:]
     page_size, num_kv_heads, value_width = v_cache_NPGV.shape[1:]
     num_sequences = block_tables_BM.shape[0]
     group = num_heads // num_kv_heads
-    pack = min(group & -group, 64)
+    pack = heads_of_piece(num_heads, num_kv_heads)
     block_n = 128
     k_desc, k_ratio = _rows(k_cache_NPGC, min(page_size, block_n))
     v_desc, v_ratio = _rows(v_cache_NPGV, min(page_size, block_n))
     rest_desc, rest_ratio = v_desc, v_ratio
     if k_rest_NPR is not None:
         rest_desc, rest_ratio = _rows(k_rest_NPR.unsqueeze(2), min(page_size, block_n))
-    num_pieces = cdiv(max_query_len * pack, _TILE) * (num_heads // pack) * num_sequences
+    num_tiles = cdiv(max_query_len * pack, PIECE_ROWS) * num_sequences if pieces_I is None else pieces_I.shape[0]
+    num_pieces = num_tiles * (num_heads // pack)
     _prefill_kernel[(min(num_pieces, num_multiprocessors(q_THC.device)),)](
         q_THC,
         k_desc,
@@ -344,6 +350,7 @@ def attention_prefill_hopper(
         query_offsets_B,
         kv_lens_B,
         kv_starts_B,
+        pieces_I,
         out_THV,
         lse_TH,
         scale * log2(e),

@@ -21,6 +21,7 @@ def prefill_piece(
     query_offsets_ptr,
     kv_lens_ptr,
     kv_starts_ptr,
+    pieces_ptr,
     num_pieces,
     num_sequences,
     head_tiles,
@@ -31,16 +32,24 @@ def prefill_piece(
     """(sequence, first head, first row of the chunk, its length, first query of the piece in the chunk, its position,
     and of keys: position of the first in the table, first seen, end in the table, first tile, end of the tiles)
 
-    The fewer keys a piece sees, the later it comes. Programs take turns, each turn the other way round: were it always
-    the same way, the first program would have the longer piece each time, and the others would wait for it.
+    The fewer keys a piece sees, the later it comes: as `order_pieces` has listed them, or else by their place in a
+    chunk as long as the longest, and then those of shorter chunks are empty. Programs take turns, each turn the other
+    way round: were it always the same way, the first program would have the longer piece each time, and the others
+    would wait for it.
     """
     QUERIES: gl.constexpr = 128 // PACK
     turn = index // gl.num_programs(0)
     backwards = (turn % 2 == 1) & ((turn + 1) * gl.num_programs(0) <= num_pieces)
     index = gl.where(backwards, (2 * turn + 1) * gl.num_programs(0) - 1 - index, index)
-    sequence = index % num_sequences
-    head0 = index // num_sequences % head_tiles * PACK
-    in_chunk = (num_pieces - 1 - index) // (num_sequences * head_tiles) * QUERIES
+    if pieces_ptr is None:
+        sequence = index % num_sequences
+        head0 = index // num_sequences % head_tiles * PACK
+        in_chunk = (num_pieces - 1 - index) // (num_sequences * head_tiles) * QUERIES
+    else:
+        listed = gl.load(pieces_ptr + index // head_tiles)
+        sequence = listed & 0xFFFF
+        head0 = index % head_tiles * PACK
+        in_chunk = (listed >> 16) * QUERIES
     first_row = gl.load(query_starts_ptr + sequence)
     query_len = gl.load(query_starts_ptr + sequence + 1) - first_row
     kv_start = 0
@@ -101,6 +110,7 @@ def copy_keys_and_values(
     query_offsets_ptr,
     kv_lens_ptr,
     kv_starts_ptr,
+    pieces_ptr,
     num_pieces,
     num_sequences,
     head_tiles,
@@ -126,8 +136,8 @@ def copy_keys_and_values(
     tiles = 0
     for piece in range(gl.program_id(0), num_pieces, gl.num_programs(0)):
         sequence, head0, _, _, _, _, kv_start, first, kv_end, begin, end = prefill_piece(
-            piece, query_starts_ptr, query_offsets_ptr, kv_lens_ptr, kv_starts_ptr, num_pieces, num_sequences,
-            head_tiles, PACK, WINDOW, BLOCK_N,
+            piece, query_starts_ptr, query_offsets_ptr, kv_lens_ptr, kv_starts_ptr, pieces_ptr, num_pieces,
+            num_sequences, head_tiles, PACK, WINDOW, BLOCK_N,
         )  # fmt: skip
         kv_head = head0 // GROUP
         table_ptr = tables_ptr + sequence.to(gl.int64) * stride_tb

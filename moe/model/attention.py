@@ -102,6 +102,7 @@ class GQAttention:
                 max_query_len=step.prefill.max_query_len,
                 max_kv_len=step.prefill.max_kv_len,
                 scales=scales,
+                pieces_I=plan.pieces_I,
                 out_THV=out_THC[step.num_decode :],
             )
         return self.o(out_THC.reshape(-1, H * C))

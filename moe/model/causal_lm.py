@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from expert_parallel.layout import ExpertLayout
+from kernels.prefill_order import PIECE_ROWS, heads_of_piece
 from kernels.rmsnorm import Norm
 from kv_cache.layout import LayerCache
 from moe.model.block import Block
@@ -25,7 +26,7 @@ from moe.model.overlap import NO_OVERLAP, Overlap, SideStream, Stages, run_halve
 from moe.model.parameter_shapes import is_expert_parameter, parameter_shapes
 from moe.model.rope_table import rope_table
 from moe.model.step_input import StepInput
-from moe.model.step_plan import HalfLoads, StepPlan, plan_step
+from moe.model.step_plan import HalfLoads, LayerLoads, StepPlan, plan_step
 from router.load import LoadCounter
 
 
@@ -71,6 +72,11 @@ class CausalLM:
         self.mla_workspace_tokens: int | None = None
         if isinstance(config.attention, MLAConfig):
             self.mla_workspace_tokens = mla_workspace_tokens
+        self.piece_queries: int | None = None
+        if device.type == "cuda":
+            attention = config.attention
+            num_kv_heads = attention.num_heads if isinstance(attention, MLAConfig) else attention.num_kv_heads
+            self.piece_queries = PIECE_ROWS // heads_of_piece(attention.num_heads, num_kv_heads)
         self.cos_sin_PR = rope_table(config.rope, max_model_len, device)
         self.parameters = Parameters(
             {
@@ -129,7 +135,7 @@ class CausalLM:
             y_TD = self._in_halves(step, page_size, kv_caches)
         else:
             beside = self.side if self.overlap.shared_in(prompts=step.prefill is not None) else None
-            plan = plan_step(step, page_size, self.mla_workspace_tokens, self.load, beside)
+            plan = self._plan(step, page_size, self.load, beside)
             y_TD = run_through(self._stages(plan, kv_caches))
         if self.load is not None:
             self.load.end_step()
@@ -143,14 +149,16 @@ class CausalLM:
 
     def _in_halves(self, step: StepInput, page_size: int, kv_caches: Sequence[LayerCache]) -> Tensor:
         loads = HalfLoads()
-        first, second = (
-            self._stages(plan_step(half, page_size, self.mla_workspace_tokens, loads), kv_caches)
-            for half in split_step(step)
-        )
+        first, second = (self._stages(self._plan(half, page_size, loads), kv_caches) for half in split_step(step))
         y_TD = torch.cat(run_halves(first, second, len(self.blocks), self.side))
         if self.load is not None:
             loads.tell(self.load)
         return y_TD
+
+    def _plan(
+        self, step: StepInput, page_size: int, load: LayerLoads | None, beside: SideStream | None = None
+    ) -> StepPlan:
+        return plan_step(step, page_size, self.mla_workspace_tokens, load, beside, self.piece_queries)
 
     def _stages(self, plan: StepPlan, kv_caches: Sequence[LayerCache]) -> Stages:
         """All layers. Of a rank without rows the experts alone work, for the rows of others."""

@@ -175,4 +175,5 @@ class MLAttention:
             "scale": self.scale,
             "max_query_len": part.max_query_len,
             "max_kv_len": part.max_kv_len,
+            "pieces_I": part.pieces_I,
         }

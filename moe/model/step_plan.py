@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from kernels.checks import cdiv
+from kernels.prefill_order import order_pieces
 from moe.model.overlap import SideStream
 from moe.model.step_input import PrefillBatch, StepInput
 
@@ -47,6 +48,7 @@ class MLARound:
     kv_starts_B: Tensor  # absolute position of the round's first key
     kv_lens_B: Tensor  # keys in this round
     row_starts_B1: Tensor  # workspace rows of each sequence
+    pieces_I: Tensor | None  # the order of attention's work, as in StepPlan
 
 
 class LayerLoads(Protocol):
@@ -78,6 +80,7 @@ class StepPlan:
     all_rows_2: Tensor  # int32 (0, T)
     mla_rounds: tuple[MLARound, ...]
     load: LayerLoads | None
+    pieces_I: Tensor | None = None  # of prefill without rounds, by kernels/prefill_order.py; None: as it comes
     beside: SideStream | None = None  # shared experts run there while rows travel; None: in their turn
 
 
@@ -87,17 +90,25 @@ def plan_step(
     mla_workspace_tokens: int | None,
     load: LayerLoads | None,
     beside: SideStream | None = None,
+    piece_queries: int | None = None,
 ) -> StepPlan:
-    """`mla_workspace_tokens` is None for networks whose prefill reads the cache as it is."""
+    """`mla_workspace_tokens` is None for networks whose prefill reads the cache as it is; `piece_queries`, queries of a
+    piece of prefill attention, where the order of pieces is not listed."""
     num_tokens, device = step.token_ids_T.shape[0], step.token_ids_T.device
     rounds: tuple[MLARound, ...] = ()
-    if mla_workspace_tokens is not None and step.prefill is not None:
-        rounds = plan_mla_rounds(step.prefill, page_size, mla_workspace_tokens)
+    pieces_I: Tensor | None = None
+    if step.prefill is not None:
+        if mla_workspace_tokens is not None:
+            rounds = plan_mla_rounds(step.prefill, page_size, mla_workspace_tokens, piece_queries)
+        elif piece_queries is not None:
+            upload = Upload()
+            listed = upload.add(_pieces(step.prefill, piece_queries))
+            pieces_I = upload.to(device)[listed]
     # On the device in one launch; a rank without rows has no step to count in.
     all_rows_2 = torch.arange(0, 2 * max(num_tokens, 1), max(num_tokens, 1), dtype=torch.int32, device=device)
     if not num_tokens:
         all_rows_2.zero_()
-    return StepPlan(step, all_rows_2, rounds, load, beside)
+    return StepPlan(step, all_rows_2, rounds, load, pieces_I, beside)
 
 
 def round_length(page_size: int, workspace_tokens: int) -> int:
@@ -111,13 +122,21 @@ def round_length(page_size: int, workspace_tokens: int) -> int:
     return length
 
 
-def plan_mla_rounds(prefill: PrefillBatch, page_size: int, workspace_tokens: int) -> tuple[MLARound, ...]:
+def _pieces(prefill: PrefillBatch, piece_queries: int) -> list[int]:
+    query_lens, kv_lens = prefill.query_lens_host, prefill.kv_lens_host
+    offsets = [kv_len - query_len for query_len, kv_len in zip(query_lens, kv_lens)]
+    return order_pieces(query_lens, offsets, [0] * len(kv_lens), kv_lens, piece_queries).tolist()
+
+
+def plan_mla_rounds(
+    prefill: PrefillBatch, page_size: int, workspace_tokens: int, piece_queries: int | None = None
+) -> tuple[MLARound, ...]:
     """All rounds of one step, in the order in which their results are merged."""
     length = round_length(page_size, workspace_tokens)
     capacity = workspace_tokens // page_size * page_size
     upload = Upload()
     drafts = [
-        _draft(prefill, upload, index, first, keys, page_size, length)
+        _draft(prefill, upload, index, first, keys, page_size, length, piece_queries)
         for index in range(cdiv(max(prefill.kv_lens_host), length))
         for first, keys in _groups(_keys_of_round(prefill, index, length), page_size, capacity)
     ]
@@ -157,6 +176,8 @@ class Upload:
         self.values: list[int] = []
 
     def add(self, values: list[int]) -> slice:
+        """Begins at a multiple of 16 bytes, so that kernels are not compiled anew for another alignment."""
+        self.values += [0] * (-len(self.values) % 4)
         start = len(self.values)
         self.values += values
         return slice(start, len(self.values))
@@ -186,6 +207,7 @@ class _Draft:
     kv_starts: slice
     kv_lens: slice
     row_starts: slice
+    pieces: slice | None
 
     def on_device(self, prefill: PrefillBatch, flat_X: Tensor) -> MLARound:
         sequences = slice(self.first, self.last)
@@ -203,11 +225,19 @@ class _Draft:
             kv_starts_B=flat_X[self.kv_starts],
             kv_lens_B=flat_X[self.kv_lens],
             row_starts_B1=flat_X[self.row_starts],
+            pieces_I=None if self.pieces is None else flat_X[self.pieces],
         )
 
 
 def _draft(
-    prefill: PrefillBatch, upload: Upload, index: int, first: int, keys: list[int], page_size: int, length: int
+    prefill: PrefillBatch,
+    upload: Upload,
+    index: int,
+    first: int,
+    keys: list[int],
+    page_size: int,
+    length: int,
+    piece_queries: int | None,
 ) -> _Draft:
     """One round of the sequences first .. first + len(keys), its lists noted in `upload`."""
     last = first + len(keys)
@@ -222,6 +252,10 @@ def _draft(
     ]
     # A sequence without keys keeps its place with position 0, so that no table is read beyond its width.
     kv_starts = [index * length if count else 0 for count in keys]
+    pieces = None
+    if piece_queries is not None:
+        offsets = [kv_len - query_len for query_len, kv_len in zip(query_lens, prefill.kv_lens_host[first:last])]
+        pieces = upload.add(order_pieces(query_lens, offsets, kv_starts, keys, piece_queries).tolist())
     return _Draft(
         index=index,
         first=first,
@@ -237,6 +271,7 @@ def _draft(
         kv_starts=upload.add(kv_starts),
         kv_lens=upload.add(keys),
         row_starts=upload.add(row_starts),
+        pieces=pieces,
     )
 
 

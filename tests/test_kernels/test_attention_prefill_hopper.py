@@ -9,6 +9,7 @@ import torch
 
 from kernels.attention_prefill import attention_prefill
 from kernels.attention_prefill_hopper import _prefill_kernel, runs_on_hopper
+from kernels.prefill_order import PIECE_ROWS, heads_of_piece, order_pieces
 from tests.aot import aot
 from tests.compare import assert_same_bits, max_rel
 from tests.gluon_aot import box, compile_gluon_ahead
@@ -25,12 +26,20 @@ SHAPES = [
 ENDS = [700, 129, 1, 64, 0, 300]
 
 
-def run(queries, cache, chunks, *, window=0, rows=None, slack=0, kv_starts=None, kv_lens=None):
-    """(out in fp32, lse) of chunks (offset, length), one for each sequence of `rows`."""
+def run(queries, cache, chunks, *, window=0, rows=None, slack=0, kv_starts=None, kv_lens=None, listed=False):
+    """(out in fp32, lse) of chunks (offset, length), one for each sequence of `rows`. `listed`: in the order of a list
+    of pieces."""
     rows = list(range(len(chunks))) if rows is None else rows
     lens = [length for _, length in chunks]
     q_THC = torch.cat([queries[b][first : first + length] for b, (first, length) in zip(rows, chunks)])
     assert runs_on_hopper(q_THC, cache.k_cache_NPGC, cache.v_cache_NPGV)
+    pieces_I = None
+    if listed:
+        offsets, ends = [first for first, _ in chunks], [sum(chunk) for chunk in chunks]
+        key_starts = [0] * len(chunks) if kv_starts is None else kv_starts.tolist()
+        keys = ends if kv_lens is None else kv_lens.tolist()
+        num_queries = PIECE_ROWS // heads_of_piece(q_THC.shape[1], cache.k_cache_NPGC.shape[2])
+        pieces_I = index(order_pieces(lens, offsets, key_starts, keys, num_queries).tolist(), "cuda")
     return attention_prefill(
         q_THC,
         cache.k_cache_NPGC,
@@ -44,6 +53,7 @@ def run(queries, cache, chunks, *, window=0, rows=None, slack=0, kv_starts=None,
         max_query_len=max(lens) + slack,
         max_kv_len=max(sum(chunk) for chunk in chunks) + slack,
         kv_starts_B=kv_starts,
+        pieces_I=pieces_I,
         return_lse=True,
     )
 
@@ -96,7 +106,20 @@ def test_a_row_has_the_same_bits_alone_together_and_chunked(heads, kv_heads, wid
 
 
 @pytest.mark.gpu
-def test_rounds_of_keys_that_begin_later():
+@pytest.mark.parametrize(("heads", "kv_heads", "width", "value_width", "page", "window"), SHAPES)
+def test_a_list_of_pieces_changes_no_bit(heads, kv_heads, width, value_width, page, window):
+    """Chunks of all lengths, one without rows, some behind older keys."""
+    queries, cache = draw_case(heads, kv_heads, width, value_width, page)
+    chunks = [(0, 700), (100, 29), (0, 0), (0, 64), (0, 0), (17, 283)]
+    plain, listed = (run(queries, cache, chunks, window=window, listed=each) for each in (False, True))
+    for one, other in zip(plain, listed):
+        assert bool(one.isfinite().any())
+        assert_same_bits(one, other)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("listed", [False, True])
+def test_rounds_of_keys_that_begin_later(listed):
     """The expanded keys of a round: kv_starts above 0, a sequence without keys in it, queries before its first key."""
     queries, cache = draw_case(4, 4, 192, 128, 64)
     rows, round_start = [0, 1, 5], 128
@@ -110,6 +133,7 @@ def test_rounds_of_keys_that_begin_later():
         chunks,
         kv_starts=index([round_start] * 3, "cuda"),
         kv_lens=part.kv_lens_B,
+        listed=listed,
     )
     wanted = [
         dense_attention(
@@ -173,10 +197,9 @@ def test_odd_shapes_are_left_to_the_other_kernel(page, width, value_width):
 def test_kernel_compiles_ahead_of_time(width, value_width, page, window):
     pointers = {"q_ptr": "*bf16", "out_ptr": "*bf16", "lse_ptr": "*fp32", "scale_log2": "fp32"}
     descriptors = dict.fromkeys(("k_desc", "v_desc", "rest_desc"), box("bf16", min(page, 128), 64))
-    names = ("tables_ptr", "query_starts_ptr", "query_offsets_ptr", "kv_lens_ptr", "kv_starts_ptr")
+    names = ("tables_ptr", "query_starts_ptr", "query_offsets_ptr", "kv_lens_ptr", "kv_starts_ptr", "pieces_ptr")
     indices: dict[str, str | None] = dict.fromkeys(names, "*i32")
-    if width == 128:
-        indices["kv_starts_ptr"] = None
+    indices["kv_starts_ptr" if width == 128 else "pieces_ptr"] = None
     numbers = ("num_pieces", "num_sequences", "num_heads", "k_ratio", "v_ratio", "rest_ratio")
     strides = ("stride_qt", "stride_qh", "stride_kg", "stride_vg", "stride_tb")
     sizes = {"GROUP": 8, "PACK": 8, "PAGE": page, "WIDTH": width, "VALUE_WIDTH": value_width, "WINDOW": window}

@@ -9,8 +9,8 @@ import torch
 
 from moe.model.causal_lm import CausalLM
 from moe.model.load_model import load_model
-from moe.model.step_input import PrefillBatch
-from moe.model.step_plan import ROUND_TOKENS, plan_mla_rounds, round_length
+from moe.model.step_input import PrefillBatch, StepInput
+from moe.model.step_plan import ROUND_TOKENS, plan_mla_rounds, plan_step, round_length
 from tests.compare import assert_same_bits, max_rel
 from tests.step_driver import StepDriver
 from tests.tiny_models import VOCAB_SIZE, write_tiny
@@ -125,6 +125,27 @@ def test_rounds_by_hand() -> None:
     assert last.query_starts_B1.tolist() == [0, 2, 5, 14]
     assert last.query_offsets_B.tolist() == [9, 0, 0]
     assert (last.max_query_len, last.max_kv_len) == (9, 3)
+
+
+def test_pieces_of_rounds() -> None:
+    """As above, with pieces of 4 queries. In round 1 the first sequence's queries stand at 9 and 10 and see 3 keys from
+    8 on; the second has none there; of the third's three pieces, up to positions 3, 7 and 8, the last sees one."""
+    given = batch([2, 3, 9], [11, 3, 9], page_size=4)
+    *_, last = plan_mla_rounds(given, page_size=4, workspace_tokens=8, piece_queries=4)
+    assert last.pieces_I is not None
+    listed = [(piece & 0xFFFF, piece >> 16) for piece in last.pieces_I.tolist()]
+    assert listed == [(0, 0), (2, 2), (1, 0), (2, 0), (2, 1)]
+    # Whatever the batch, kernels see the same alignment.
+    assert all(part.storage_offset() % 4 == 0 for part in (last.query_starts_B1, last.kv_lens_B, last.pieces_I))
+
+
+def test_pieces_of_a_step_without_rounds() -> None:
+    one_token = torch.zeros(14, dtype=torch.int64)
+    step = StepInput(one_token, one_token, one_token, 0, None, batch([2, 3, 9], [11, 3, 9], 4), one_token[:3])
+    pieces_I = plan_step(step, 4, None, None, piece_queries=4).pieces_I
+    assert pieces_I is not None
+    assert [(piece & 0xFFFF, piece >> 16) for piece in pieces_I.tolist()] == [(0, 0), (2, 2), (2, 1), (2, 0), (1, 0)]
+    assert plan_step(step, 4, None, None).pieces_I is None
 
 
 def test_every_key_is_expanded_once_and_the_workspace_is_never_exceeded() -> None:
