@@ -167,9 +167,9 @@ def test_merge_compiles_ahead_of_time(arch):
         "whole_ptr": "*i32",
         "out_ptr": "*bf16",
     }
-    sizes = {"VALUE_WIDTH": 512, "BLOCK_V": 128, "BLOCK_H": 8, "CHUNK": 4, "SPLIT_LEN": 128, "FEW_SPLITS": 8}
-    sizes["PDL"] = arch >= 90
-    compile_ahead(_merge_kernel, arch, {**pointers, "num_splits": "i32", "num_heads": "i32", **sizes})
+    sizes = {"VALUE_WIDTH": 512, "BLOCK_V": 128, "BLOCK_H": 8, "CHUNK": 8, "SPLIT_LEN": 128, "FEW_SPLITS": 8}
+    pdl = {"PDL": "ahead" if arch >= 90 else False}
+    compile_ahead(_merge_kernel, arch, {**pointers, "num_splits": "i32", "num_heads": "i32", **sizes, **pdl})
 
 
 @pytest.mark.parametrize("whole", [None, [0, 1, 0, 0, 0]])
