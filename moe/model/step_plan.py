@@ -125,7 +125,7 @@ def round_length(page_size: int, workspace_tokens: int) -> int:
 def _pieces(prefill: PrefillBatch, piece_queries: int) -> list[int]:
     query_lens, kv_lens = prefill.query_lens_host, prefill.kv_lens_host
     offsets = [kv_len - query_len for query_len, kv_len in zip(query_lens, kv_lens)]
-    return order_pieces(query_lens, offsets, [0] * len(kv_lens), kv_lens, piece_queries).tolist()
+    return order_pieces(query_lens, offsets, [0] * len(kv_lens), kv_lens, piece_queries)
 
 
 def plan_mla_rounds(
@@ -255,7 +255,7 @@ def _draft(
     pieces = None
     if piece_queries is not None:
         offsets = [kv_len - query_len for query_len, kv_len in zip(query_lens, prefill.kv_lens_host[first:last])]
-        pieces = upload.add(order_pieces(query_lens, offsets, kv_starts, keys, piece_queries).tolist())
+        pieces = upload.add(order_pieces(query_lens, offsets, kv_starts, keys, piece_queries))
     return _Draft(
         index=index,
         first=first,

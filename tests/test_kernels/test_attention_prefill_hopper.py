@@ -39,7 +39,7 @@ def run(queries, cache, chunks, *, window=0, rows=None, slack=0, kv_starts=None,
         key_starts = [0] * len(chunks) if kv_starts is None else kv_starts.tolist()
         keys = ends if kv_lens is None else kv_lens.tolist()
         num_queries = PIECE_ROWS // heads_of_piece(q_THC.shape[1], cache.k_cache_NPGC.shape[2])
-        pieces_I = index(order_pieces(lens, offsets, key_starts, keys, num_queries).tolist(), "cuda")
+        pieces_I = index(order_pieces(lens, offsets, key_starts, keys, num_queries), "cuda")
     return attention_prefill(
         q_THC,
         cache.k_cache_NPGC,

@@ -11,7 +11,7 @@ from kernels.prefill_order import order_pieces
 
 def pieces_of(lens, offsets, starts, keys, *, num_queries):
     listed = order_pieces(lens, offsets, starts, keys, num_queries)
-    return [(piece & 0xFFFF, piece >> 16) for piece in listed.tolist()]
+    return [(piece & 0xFFFF, piece >> 16) for piece in listed]
 
 
 def test_every_piece_of_ragged_chunks_once():
