@@ -35,25 +35,33 @@ from kernels.peer_tiles import send_tile, sum_tile
 from kernels.rmsnorm import norm_tile
 from kernels.tiles import num_multiprocessors
 
-MOST_SENDERS, MOST_SENDERS_BEFORE_NORM = 264, 132
-MOST_SUMMERS = 264
-"""Programs: as many as fit 132 multiprocessors at a time; those with a norm behind the sum take more registers.
+WARPS, SENDING, SENDING_ROWS = 32, 16, 12
+"""Of each multiprocessor: of all programs, and how many of these send, sums or rows.
 
-Two H200s, rows of 7,168 columns, K = 8, us of a combine with so many senders | summers. 4,096 tokens of a rank, fast:
-132 | 132 took 314, 132 | 264 258, 264 | 264 247, 264 | 396 304; with the norm 132 | 264 took 261, 264 | 264 about 370.
-Flags for three tokens together instead of one: 260 instead of 247."""
+Two H200s, K = 8, us of a combine by warps that send | that sum. Fast, 7,168 columns, 4,096 tokens: 12 | 20 206, 16 | 16
+198, 20 | 12 208; a plain copy of the bytes 157. In programs of 8 warps 212, 204, 203; with the norm 225, 214, 252.
+Exact, 16,384 tokens: 12 | 20 2,660, 16 | 16 2,724, 20 | 12 2,894; with the norm 2,647 and 2,871. Sending 4,096 tokens'
+sums alone takes 182, summing alone 100: programs' stores cross at 356 GB/s both ways (165 us), at 336 with a flag for
+each row; copies from shared memory do too, the copy engine's at 374.
 
-SENDERS_OF_MANY, SUMMERS_OF_MANY, _COLUMNS_OF_MANY, _WARPS_OF_MANY = 3, 5, 1024, 4
-"""Sums of many tokens, without a norm: programs for each multiprocessor, half as large, so that more of them have rows
-on their way. The same case, us. 8 warps and 2,048 columns, 264 | 264: 252 (apart: 183 sending, 164 summing); 198 |
-330: 231; 330 | 198: 276. With these 528 | 528: 228; 396 | 660: 222 (185 and 133); 660 | 396: 270. Rows of a rank's own
-experts summed ahead of the wait take registers: 248 to 323."""
+Instructions were what bounded it: with each choice's place and weight looked up for each part of a row, and each rank's
+sum added once a choice, 221 and 278, exact 3,150. Rows that are here four at a time, by their numbers: 239 to 275."""
+
+_REGISTERS = 64
+"""Of a thread, so that all programs have room at a time. The same case with 56 207, with 72 209."""
+
+_THREAD_COLUMNS = 8
+"""Of a row at a time: 16 bytes."""
+
+_WARPS_OF_MANY = 4
+"""Of a program where there are more tiles than programs that sum, and no norm behind, whose tile has its own."""
+
+_FLAG_BYTES = 8192
+"""Behind one flag, where tokens are many. Fast, 2,048 columns: 16,384 tokens take 260 us with flags for one token, 233
+for two and 232 for four, 4,096 tokens 79, 75 and 81; of 7,168 columns 4,096 tokens 206, 217 for two."""
 
 MOST_SUMMERS_BESIDE = 66
 """Beside the work of another half-step: half of the multiprocessors are left to what others may wait for."""
-
-_COLUMNS = 2048
-"""Of a row at a time."""
 
 
 class NormAfter(NamedTuple):
@@ -111,11 +119,11 @@ def combine_home(
 #   home_row_ptr int32, home_weights_ptr fp32 [B, K]; shared_ptr, residual_ptr [B, D], rows strided, norm_ptr [D], or
 #   None; out_ptr, sum_ptr [B, D]
 #   grid (num_senders + summers,): of the first, each takes every num_senders-th (token group, other rank), of the rest
-#   each every so-manieth token group, of BLOCK_R tokens. K and D are filled up by masks.
+#   each every so-manieth token group, of flag_tiles tiles of BLOCK_R tokens. K and D are filled up by masks.
 
 
 # Sizes of the batch are not specialised on: a kernel compiled in the middle of a run would stall it.
-@triton.jit(do_not_specialize=["num_tokens", "rank", "num_senders", "limit"])
+@triton.jit(do_not_specialize=["num_tokens", "rank", "num_senders", "flag_tiles", "limit"])
 def _home_kernel(
     addresses_ptr,
     progress_ptr,
@@ -141,6 +149,7 @@ def _home_kernel(
     done_at,
     home_at,
     num_senders,
+    flag_tiles,
     limit,
     NUM_RANKS: tl.constexpr,
     TOP_K: tl.constexpr,
@@ -154,7 +163,8 @@ def _home_kernel(
     if PDL:
         gdc_wait()
     epoch = tl.load(progress_ptr)
-    num_groups = tl.cdiv(num_tokens, BLOCK_R)
+    num_tiles = tl.cdiv(num_tokens, BLOCK_R)
+    num_groups = tl.cdiv(num_tiles, flag_tiles)
     program = tl.program_id(0)
     pointer = tl.pointer_type(y_ptr.dtype.element_ty)
     own_first = rank.to(tl.int64) * num_tokens
@@ -164,22 +174,23 @@ def _home_kernel(
             group, turn = piece // (NUM_RANKS - 1), piece % (NUM_RANKS - 1)  # pyright: ignore
             home = (rank + 1 + turn) % NUM_RANKS
             address = tl.load(addresses_ptr + home)
-            send_tile(
-                tl.multiple_of((address + home_at).to(pointer), 16),
-                y_ptr,
-                row_ptr,
-                weights_ptr,
-                group,
-                home.to(tl.int64) * num_tokens,
-                own_first,
-                num_tokens,
-                num_columns,
-                stride_y,
-                TOP_K,
-                SUMS,
-                BLOCK_R,
-                BLOCK_D,
-            )
+            for tile in range(group * flag_tiles, tl.minimum((group + 1) * flag_tiles, num_tiles)):
+                send_tile(
+                    tl.multiple_of((address + home_at).to(pointer), 16),
+                    y_ptr,
+                    row_ptr,
+                    weights_ptr,
+                    tile,
+                    home.to(tl.int64) * num_tokens,
+                    own_first,
+                    num_tokens,
+                    num_columns,
+                    stride_y,
+                    TOP_K,
+                    SUMS,
+                    BLOCK_R,
+                    BLOCK_D,
+                )
             tl.debug_barrier()
             done_ptr = (address + done_at).to(tl.pointer_type(tl.int64)) + own_first + group
             tl.atomic_xchg(done_ptr, epoch, sem="release", scope="sys")
@@ -191,32 +202,34 @@ def _home_kernel(
                 source = (rank + turn) % NUM_RANKS
                 word_ptr = done_ptr + source.to(tl.int64) * num_tokens + group
                 wait_until_done(word_ptr, epoch, stopped_ptr, faults_ptr + source, limit, CLOCK)
-            sum_tile(
-                tl.multiple_of((own + home_at).to(pointer), 16),
-                y_ptr,
-                row_ptr,
-                weights_ptr,
-                home_row_ptr,
-                home_weights_ptr,
-                shared_ptr,
-                residual_ptr,
-                norm_ptr,
-                out_ptr,
-                sum_ptr,
-                group,
-                own_first,
-                num_tokens,
-                num_columns,
-                stride_y,
-                stride_shared,
-                stride_residual,
-                eps,
-                TOP_K,
-                SUMS,
-                BLOCK_R,
-                BLOCK_D,
-                ROW_D,
-            )
+            for tile in range(group * flag_tiles, tl.minimum((group + 1) * flag_tiles, num_tiles)):
+                sum_tile(
+                    tl.multiple_of((own + home_at).to(pointer), 16),
+                    y_ptr,
+                    row_ptr,
+                    weights_ptr,
+                    home_row_ptr,
+                    home_weights_ptr,
+                    shared_ptr,
+                    residual_ptr,
+                    norm_ptr,
+                    out_ptr,
+                    sum_ptr,
+                    tile,
+                    own_first,
+                    num_tokens,
+                    num_columns,
+                    stride_y,
+                    stride_shared,
+                    stride_residual,
+                    eps,
+                    NUM_RANKS,
+                    TOP_K,
+                    SUMS,
+                    BLOCK_R,
+                    BLOCK_D,
+                    ROW_D,
+                )
     # The next launch is placed only now: its programs would wait in the room that another stream's may need.
     if PDL:
         gdc_launch_dependents()
@@ -243,15 +256,17 @@ def combine_home_triton(
     if num_tokens == 0:
         return out_BD, sum_BD
     block_r, row_d, num_warps = norm_tile(layout.width)
-    num_groups = cdiv(num_tokens, block_r)
-    columns, most_senders = _COLUMNS, MOST_SENDERS if after is None else MOST_SENDERS_BEFORE_NORM
-    most_summers = MOST_SUMMERS_BESIDE if beside else MOST_SUMMERS
-    multiprocessors = num_multiprocessors(out_BD.device)
-    if layout.sums and after is None and not beside and num_groups > SUMMERS_OF_MANY * multiprocessors:
-        columns, num_warps = _COLUMNS_OF_MANY, _WARPS_OF_MANY
-        most_senders, most_summers = SENDERS_OF_MANY * multiprocessors, SUMMERS_OF_MANY * multiprocessors
+    num_tiles, multiprocessors = cdiv(num_tokens, block_r), num_multiprocessors(out_BD.device)
+    sending = SENDING if layout.sums else SENDING_ROWS
+    if after is None and num_tiles > (WARPS - sending) * multiprocessors // _WARPS_OF_MANY:
+        num_warps = _WARPS_OF_MANY
+    most_senders = sending * multiprocessors // num_warps
+    most_summers = (WARPS - sending) * multiprocessors // num_warps
+    tile_bytes = block_r * layout.width * out_BD.element_size() * (1 if layout.sums else layout.top_k)
+    flag_tiles = max(1, min(_FLAG_BYTES // tile_bytes, num_tiles // most_summers))
+    num_groups = cdiv(num_tiles, flag_tiles)
     num_senders = min((layout.num_ranks - 1) * num_groups, most_senders) if sends else 0
-    num_summers = min(num_groups, most_summers) if sums else 0
+    num_summers = min(num_groups, MOST_SUMMERS_BESIDE if beside else most_summers) if sums else 0
     residual_BD, norm_D, eps, shared_BD = after or (None, None, 0.0, None)
     clock = peers.own.is_cuda
     _home_kernel[(num_senders + num_summers,)](
@@ -278,15 +293,17 @@ def combine_home_triton(
         layout.done_at,
         layout.home_at,
         num_senders,
+        flag_tiles,
         wait_limit(timeout_s, clock=clock),
         NUM_RANKS=layout.num_ranks,
         TOP_K=layout.top_k,
         SUMS=layout.sums,
         BLOCK_R=block_r,
-        BLOCK_D=min(row_d, columns),
+        BLOCK_D=min(row_d, 32 * num_warps * _THREAD_COLUMNS),
         ROW_D=row_d,
         CLOCK=clock,
         num_warps=num_warps,
+        maxnreg=_REGISTERS,
         **dependent_launch(out_BD),
     )
     return out_BD, sum_BD

@@ -45,7 +45,8 @@ def send_rows(
     the row of `layout.home_RD` where the result of each choice will lie, -1 for none.
 
     Token t goes to replica (t + rank) mod count of each expert; ids int32, those outside [0, E) to none. Where sums
-    come home, the first of a token's choices on a rank stands for all. `send_rows_reference` is the definition.
+    come home there is one row of each rank that has any choice, in the order of the first one there, and behind these
+    -1. `send_rows_reference` is the definition.
     """
     run = send_rows_triton if uses_triton(peers.own) else send_rows_reference
     return run(peers, layout, state, x, expert_ids_BK, weights_BK, replicas)
@@ -126,13 +127,16 @@ def _send_kernel(
                     scale_ptr = (address + scales_at).to(tl.pointer_type(tl.float32))
                     tl.store(scale_ptr + record * num_scales + g, scales, mask=goes & in_g)
         if block == 0:
-            home = token * TOP_K + k
+            home_ptr = home_row_ptr + token * TOP_K
             if SUMS:
                 same_earlier = (to_rank[:, None] == to_rank[None, :]) & (k[None, :] < k[:, None])
-                first = tl.max(same_earlier.to(tl.int32), axis=1) == 0
-                home = tl.where(first, to_rank.to(tl.int64) * num_tokens + token, -1)
-            home = tl.where(to_rank >= 0, home, -1)
-            tl.store(home_row_ptr + token * TOP_K + k, home.to(tl.int32), mask=k < TOP_K)
+                sums = ((tl.max(same_earlier.to(tl.int32), axis=1) == 0) & (to_rank >= 0)).to(tl.int32)
+                home = to_rank.to(tl.int64) * num_tokens + token
+                tl.store(home_ptr + tl.cumsum(sums, axis=0) - 1, home.to(tl.int32), mask=sums > 0)
+                tl.store(home_ptr + k, -1, mask=(k >= tl.sum(sums, axis=0)) & (k < TOP_K))
+            else:
+                home = tl.where(to_rank >= 0, token * TOP_K + k, -1)
+                tl.store(home_ptr + k, home.to(tl.int32), mask=k < TOP_K)
     signal_peers(addresses_ptr, progress_ptr, rank, num_tokens, NUM_RANKS)
 
 
@@ -232,6 +236,7 @@ def send_rows_reference(
     signal_reference(peers, layout, state, num_tokens)
     token_B1 = torch.arange(num_tokens)[:, None]
     if layout.sums:
-        return (first_BK.long() * num_tokens + token_B1).masked_fill(first_BK < 0, -1).int()
+        home_BK = (first_BK.long() * num_tokens + token_B1).masked_fill(first_BK < 0, -1)
+        return home_BK.gather(1, (first_BK < 0).int().argsort(dim=1, stable=True)).int()
     home_BK = token_B1 * layout.top_k + torch.arange(layout.top_k)
     return home_BK.masked_fill(to_rank_BK < 0, -1).int()

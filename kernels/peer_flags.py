@@ -3,10 +3,10 @@
 Knows buffers, flags and a clock; knows nothing of what is written. A round goes two ways, rows out and results home:
 
     flag[source] = epoch << 20 | tokens of a rank in this round    rows: by the source, into every rank's buffer
-    done[source, tokens] = epoch                                   results: by the source, into the home's buffer
+    done[source, group of tokens] = epoch                          results: by the source, into the home's buffer
 
 A kernel that sends rows ends with `signal_peers`, and `wait_for_peers` is the launch that follows. Results are waited
-for token by token, by the kernel that sums them up (peer_combine.py), with `wait_until_done`.
+for a few tokens at a time, by the kernel that sums them up (peer_combine.py), with `wait_until_done`.
 
 The epoch counts rounds, in memory of the device, so a captured graph counts on when it is replayed. It is never reset,
 and no flag has to be lowered: a wait is for the epoch that this rank is in.

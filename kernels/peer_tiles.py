@@ -1,18 +1,80 @@
 """What one program of peer_combine.py does with a few tokens: send what is here of another rank's, sum up its own.
 
 Knows rows, records and buffers; knows neither flags nor who takes which tokens. The maths and the operands are those of
-peer_combine.py. A token's columns go a part at a time, so that several programs fit a multiprocessor.
+peer_combine.py. A token's columns go a part at a time, so that several programs fit a multiprocessor; all its rows are
+asked for before the first arrives.
 """
 
-# pyright: reportCallIssue=false
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from kernels.combine import UNROLLED, add_experts, add_rows
+from kernels.combine import add_rows
 from kernels.rmsnorm import rms_apply, rms_scale
+
+
+@triton.jit
+def _rows_here(row_ptr, weights_ptr, first, in_batch, stride_y, TOP_K: tl.constexpr, WEIGHTED: tl.constexpr):
+    """Of the choices from `first` on: the places in y of their rows, whether these are here, and their weights."""
+    places, here, weights = (), (), ()
+    for k in tl.static_range(TOP_K):
+        row = tl.load(row_ptr + first + k, mask=in_batch, other=-1)
+        # One instruction multiplies numbers without a sign; nobody looks where no row is.
+        places += (row.to(tl.uint32).to(tl.uint64) * tl.cast(stride_y, tl.uint32),)
+        here += (row >= 0,)
+        if WEIGHTED:
+            weights += (tl.load(weights_ptr + first + k, mask=row >= 0, other=0.0),)
+    return places, here, weights
+
+
+@triton.jit
+def _rows_home(
+    home_ptr,
+    y_ptr,
+    row_ptr,
+    home_row_ptr,
+    home_weights_ptr,
+    first,
+    first_own,
+    in_batch,
+    num_columns,
+    stride_y,
+    TOP_K: tl.constexpr,
+):
+    """The same of own choices, whose rows have stayed here or come home: the home lies so many elements from y."""
+    home_at = (home_ptr.to(tl.int64) - y_ptr.to(tl.int64)) // (y_ptr.dtype.element_ty.primitive_bitwidth // 8)
+    home_at = tl.multiple_of(home_at, 8)
+    places, here, weights = (), (), ()
+    for k in tl.static_range(TOP_K):
+        home_row = tl.load(home_row_ptr + first + k, mask=in_batch, other=-1).to(tl.int64)
+        row = tl.load(row_ptr + first_own + k, mask=in_batch, other=-1).to(tl.int64)
+        places += (tl.where(row >= 0, row * stride_y, home_at + home_row * num_columns),)
+        here += (home_row >= 0,)
+        weights += (tl.load(home_weights_ptr + first + k, mask=home_row >= 0, other=0.0),)
+    return places, here, weights
+
+
+@triton.jit
+def _columns(ptr, places, here, d, in_row, NUMBER: tl.constexpr):
+    """Columns d of all these rows. Each is read once, so that L2 may keep others, that have come home: 1 % gained."""
+    columns = ()
+    for k in tl.static_range(NUMBER):
+        columns += (tl.load(ptr + places[k] + d, mask=here[k] & in_row, other=0.0, eviction_policy="evict_first"),)
+    return columns
+
+
+@triton.jit
+def _weighted_sum(y_ptr, rows, d, in_row, TOP_K: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Of each token the sum of columns d of its rows, k ascending."""
+    places, here, weights = rows
+    y = _columns(y_ptr, places, here, d, in_row, TOP_K)
+    total = tl.zeros((BLOCK_R, BLOCK_D), tl.float32)
+    for k in tl.static_range(TOP_K):
+        total += weights[k] * y[k].to(tl.float32)
+    return total
 
 
 @triton.jit
@@ -35,57 +97,36 @@ def send_tile(
     """What is here of a home's tokens, into its buffer."""
     token = (tile * BLOCK_R + tl.arange(0, BLOCK_R).to(tl.int64))[:, None]
     in_batch = token < num_tokens
-    record = first_record + token
+    rows = _rows_here(row_ptr, weights_ptr, (first_record + token) * TOP_K, in_batch, stride_y, TOP_K, SUMS)
+    places, here, _ = rows
+    any_here = here[0]
+    for k in tl.static_range(1, TOP_K):
+        any_here |= here[k]
     for start in range(0, num_columns, BLOCK_D):
         d = start + tl.arange(0, BLOCK_D)[None, :]
+        in_row = d < num_columns
         if SUMS:
-            here = tl.zeros((BLOCK_R, 1), tl.int32)
-            for k in range(TOP_K):
-                here |= (tl.load(row_ptr + record * TOP_K + k, mask=in_batch, other=-1) >= 0).to(tl.int32)
-            total = tl.zeros((BLOCK_R, BLOCK_D), tl.float32)
-            total = add_experts(total, y_ptr, row_ptr, weights_ptr, record, in_batch, d, num_columns, stride_y, TOP_K)
+            total = _weighted_sum(y_ptr, rows, d, in_row, TOP_K, BLOCK_R, BLOCK_D)
             place = (first_place + token) * num_columns
-            tl.store(home_ptr + place + d, total.to(y_ptr.dtype.element_ty), mask=(here > 0) & (d < num_columns))
+            tl.store(home_ptr + place + d, total.to(y_ptr.dtype.element_ty), mask=any_here & in_row)
         else:
-            for k in range(TOP_K):
-                row = tl.load(row_ptr + record * TOP_K + k, mask=in_batch, other=-1)
-                here = (row >= 0) & (d < num_columns)
-                y = tl.load(y_ptr + row.to(tl.int64) * stride_y + d, mask=here)
-                tl.store(home_ptr + (token * TOP_K + k) * num_columns + d, y, mask=here)
+            y = _columns(y_ptr, places, here, d, in_row, TOP_K)
+            for k in tl.static_range(TOP_K):
+                tl.store(home_ptr + (token * TOP_K + k) * num_columns + d, y[k], mask=here[k] & in_row)
 
 
 @triton.jit
-def _add_choice(
-    total,
-    local,
-    home_ptr,
-    y_ptr,
-    row_ptr,
-    home_row_ptr,
-    home_weights_ptr,
-    choice,
-    first,
-    num_tokens,
-    in_batch,
-    d,
-    num_columns,
-    stride_y,
-    TOP_K: tl.constexpr,
-    SUMS: tl.constexpr,
-):
-    """total + the term of one choice of each token: what stayed here, or what has come home."""
-    in_row = d < num_columns
-    home_row = tl.load(home_row_ptr + choice, mask=in_batch, other=-1).to(tl.int64)
-    if SUMS:
-        mine = (home_row >= first) & (home_row < first + num_tokens)
-        far = tl.load(home_ptr + home_row * num_columns + d, mask=(home_row >= 0) & ~mine & in_row, other=0.0)
-        return total + tl.where(mine, local, far.to(tl.float32))
-    row = tl.load(row_ptr + first * TOP_K + choice, mask=in_batch, other=-1).to(tl.int64)
-    mine = row >= 0
-    weight = tl.load(home_weights_ptr + choice, mask=home_row >= 0, other=0.0)
-    near = tl.load(y_ptr + row * stride_y + d, mask=mine & in_row, other=0.0)
-    far = tl.load(home_ptr + home_row * num_columns + d, mask=(home_row >= 0) & ~mine & in_row, other=0.0)
-    return total + weight * tl.where(mine, near, far).to(tl.float32)
+def _sums_home(home_row_ptr, first, own, num_tokens, in_batch, num_columns, HOMES: tl.constexpr):
+    """Of each rank's sum of a token: where it lies at home, whether it has come there, and whether it is this rank's
+    own, which stays where it is made."""
+    places, come, stayed = (), (), ()
+    for j in tl.static_range(HOMES):
+        home_row = tl.load(home_row_ptr + first + j, mask=in_batch, other=-1)
+        mine = (home_row >= own) & (home_row < own + num_tokens)
+        places += (home_row.to(tl.int64) * num_columns,)
+        come += ((home_row >= 0) & ~mine,)
+        stayed += (mine,)
+    return places, come, stayed
 
 
 @triton.jit
@@ -102,54 +143,56 @@ def sum_tile(
     out_ptr,
     sum_ptr,
     tile,
-    first,
+    own,
     num_tokens,
     num_columns,
     stride_y,
     stride_shared,
     stride_residual,
     eps,
+    NUM_RANKS: tl.constexpr,
     TOP_K: tl.constexpr,
     SUMS: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_D: tl.constexpr,
     ROW_D: tl.constexpr,
 ):
-    """Own tokens, all of whose results are here. Up to UNROLLED choices of a token are asked for at once."""
-    AT_ONCE: tl.constexpr = TOP_K if TOP_K <= UNROLLED else UNROLLED
+    """Own tokens, all of whose results are here; the first of all is record `own`."""
+    HOMES: tl.constexpr = NUM_RANKS if NUM_RANKS < TOP_K else TOP_K
     dtype = y_ptr.dtype.element_ty
     token = (tile * BLOCK_R + tl.arange(0, BLOCK_R).to(tl.int64))[:, None]
     in_batch = token < num_tokens
+    first, first_own = token * TOP_K, (own + token) * TOP_K
+    if SUMS:
+        rows = _rows_here(row_ptr, weights_ptr, first_own, in_batch, stride_y, TOP_K, True)
+        homes, come, stayed = _sums_home(home_row_ptr, first, own, num_tokens, in_batch, num_columns, HOMES)
+    else:
+        rows = _rows_home(
+            home_ptr,
+            y_ptr,
+            row_ptr,
+            home_row_ptr,
+            home_weights_ptr,
+            first,
+            first_own,
+            in_batch,
+            num_columns,
+            stride_y,
+            TOP_K,
+        )
     for start in range(0, num_columns, BLOCK_D):
         d = start + tl.arange(0, BLOCK_D)[None, :]
-        used = in_batch & (d < num_columns)
-        local = tl.zeros((BLOCK_R, BLOCK_D), tl.float32)
+        in_row = d < num_columns
         if SUMS:
-            record = first + token
-            local = add_experts(local, y_ptr, row_ptr, weights_ptr, record, in_batch, d, num_columns, stride_y, TOP_K)
-            local = local.to(dtype).to(tl.float32)
-        total = tl.zeros((BLOCK_R, BLOCK_D), tl.float32)
-        for first_k in range(0, TOP_K, AT_ONCE):
-            for j in tl.static_range(AT_ONCE):  # pyright: ignore
-                total = _add_choice(
-                    total,
-                    local,
-                    home_ptr,
-                    y_ptr,
-                    row_ptr,
-                    home_row_ptr,
-                    home_weights_ptr,
-                    token * TOP_K + first_k + j,
-                    first,
-                    num_tokens,
-                    in_batch & (first_k + j < TOP_K),
-                    d,
-                    num_columns,
-                    stride_y,
-                    TOP_K,
-                    SUMS,
-                )
+            far = _columns(home_ptr, homes, come, d, in_row, HOMES)
+            local = _weighted_sum(y_ptr, rows, d, in_row, TOP_K, BLOCK_R, BLOCK_D).to(dtype).to(tl.float32)
+            total = tl.zeros((BLOCK_R, BLOCK_D), tl.float32)
+            for j in tl.static_range(HOMES):
+                total += tl.where(stayed[j], local, far[j].to(tl.float32))
+        else:
+            total = _weighted_sum(y_ptr, rows, d, in_row, TOP_K, BLOCK_R, BLOCK_D)
         place = token * num_columns + d
+        used = in_batch & in_row
         if norm_ptr is None:
             tl.store(out_ptr + place, total.to(dtype), mask=used)
         else:

@@ -108,6 +108,7 @@ def draw_round(layout: PeerLayout, num_tokens: int, seed: int, *, norm: bool, de
             home_TK = (to_rank_TK * num_tokens + token_T1).where(to_rank_TK >= 0, -1)
             for k in range(1, top_k):
                 home_TK[(to_rank_TK[:, :k] == to_rank_TK[:, k : k + 1]).any(dim=1), k] = -1
+            home_TK = home_TK.gather(1, (home_TK < 0).int().argsort(dim=1, stable=True))
         after = None
         if norm:
             shared_BD = wide(num_tokens) if rank else None
@@ -185,36 +186,52 @@ def test_kernel_for_widths_and_choices(backend: Backend, sums: bool, width: int,
 @BOTH
 def test_few_programs_and_three_ranks(backend: Backend, sums: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each takes several tokens; rows of 1,200 columns go one at a time."""
-    for name in ("MOST_SENDERS", "MOST_SENDERS_BEFORE_NORM", "MOST_SUMMERS"):
-        monkeypatch.setattr(peer_combine, name, 3)
+    monkeypatch.setattr(peer_combine, "num_multiprocessors", lambda device: 1)
     compare_kernel(layout_of(sums=sums, num_ranks=3, width=1200, dtype=backend.dtype), backend.device, 7, norm=True)
 
 
+@BOTH
 @pytest.mark.parametrize("num_ranks", [2, 3])
-def test_sums_of_many_tokens(backend: Backend, num_ranks: int) -> None:
-    """So many that every program of the smaller kind takes several; a row's columns go in two parts."""
-    num_tokens = 900 if backend.device == "cuda" else 7  # a CPU counts as one multiprocessor
-    assert num_tokens > peer_combine.SUMMERS_OF_MANY * num_multiprocessors(torch.device(backend.device))
-    layout = layout_of(sums=True, num_ranks=num_ranks, capacity=num_tokens, width=1160, dtype=backend.dtype)
+def test_many_tokens(backend: Backend, sums: bool, num_ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So many that every program of the smaller kind takes several, two behind each flag; a row's columns go in two
+    parts."""
+    num_tokens = 1401 if backend.device == "cuda" else 11  # a CPU counts as one multiprocessor
+    monkeypatch.setattr(peer_combine, "_FLAG_BYTES", 50_000)
+    summers = (peer_combine.WARPS - peer_combine.SENDING_ROWS) // 4
+    assert num_tokens >= 2 * summers * num_multiprocessors(torch.device(backend.device)), "a flag is for one token"
+    layout = layout_of(sums=sums, num_ranks=num_ranks, capacity=num_tokens, width=1160, dtype=backend.dtype)
     compare_kernel(layout, backend.device, num_tokens, norm=False, num_epochs=1)
 
 
-def test_few_tokens_and_many_have_the_same_bits(backend: Backend) -> None:
-    """The first tokens of many, summed by the smaller programs, and alone by the larger ones."""
+@BOTH
+@pytest.mark.parametrize("norm", [False, True], ids=["", "norm"])
+def test_few_tokens_and_many_have_the_same_bits(backend: Backend, sums: bool, norm: bool) -> None:
+    """The first tokens of many, summed by the smaller programs where there is no norm, and alone by the larger ones."""
     num_tokens, num_few = (900, 5) if backend.device == "cuda" else (7, 3)
-    layout = layout_of(sums=True, capacity=num_tokens, width=1160, top_k=8, dtype=backend.dtype)
-    many = to(backend.device, draw_round(layout, num_tokens, seed=0, norm=False).given)
+    top_k = 8 if backend.device == "cuda" else 2
+    layout = layout_of(sums=sums, capacity=num_tokens, width=2200, top_k=top_k, dtype=backend.dtype)
+    many = to(backend.device, draw_round(layout, num_tokens, seed=0, norm=norm).given)
     few = []
-    for results, tokens, _ in many:
+    for results, tokens, after in many:
         of_ranks = [slice(num_tokens * home, num_tokens * home + num_few) for home in range(2)]
-        rows, weights = (torch.cat([each[part] for part in of_ranks]) for each in results[1:])
+        rows_XK = torch.cat([results.packed_row_XK[each] for each in of_ranks])
+        weights_XK = None
+        if results.weights_XK is not None:
+            weights_XK = torch.cat([results.weights_XK[each] for each in of_ranks])
         home_BK = tokens.home_row_BK[:num_few].clone()
-        home_BK[home_BK >= num_tokens] -= num_tokens - num_few  # row r * B + t, of another B
+        if sums:
+            home_BK[home_BK >= num_tokens] -= num_tokens - num_few  # row r * B + t, of another B
         own = Tokens(home_BK, tokens.weights_BK[:num_few].contiguous())
-        few.append((Results(results.y_RD, rows, weights), own, None))
+        if after is not None:
+            shared_BD = None if after.shared_BD is None else after.shared_BD[:num_few]
+            after = after._replace(residual_BD=after.residual_BD[:num_few], shared_BD=shared_BD)
+        few.append((Results(results.y_RD, rows_XK, weights_XK), own, after))
     found = in_turns(OneProcess(layout, backend.device), combine_home_triton, many)
     for whole, part in zip(found, in_turns(OneProcess(layout, backend.device), combine_home_triton, few), strict=True):
-        assert_same_bits(part[0], whole[0][:num_few])
+        for of_many, of_few in zip(whole, part, strict=True):
+            assert (of_few is None) == (of_many is None)
+            if of_few is not None and of_many is not None:
+                assert_same_bits(of_few, of_many[:num_few])
 
 
 @BOTH
@@ -253,15 +270,19 @@ def test_compiles(arch: int, sums: bool) -> None:
     args |= {"home_weights_ptr": "*fp32"}
     args |= dict.fromkeys(("addresses_ptr", "progress_ptr", "stopped_ptr", "faults_ptr"), "*i64")
     args |= dict.fromkeys(("y_ptr", "shared_ptr", "residual_ptr", "norm_ptr", "out_ptr", "sum_ptr"), "*bf16")
-    sizes = ("num_tokens", "num_columns", "stride_y", "stride_shared", "stride_residual", "rank", "num_senders")
-    args |= dict.fromkeys(sizes, "i32") | {"eps": "fp32", "done_at": "i64", "home_at": "i64", "limit": "i64"}
+    sizes = ("num_tokens", "num_columns", "stride_y", "stride_shared", "stride_residual")
+    args |= dict.fromkeys((*sizes, "rank", "num_senders", "flag_tiles"), "i32") | {
+        "eps": "fp32",
+        "done_at": "i64",
+        "home_at": "i64",
+        "limit": "i64",
+    }
     args |= {"NUM_RANKS": 8, "SUMS": sums, "CLOCK": True, "PDL": arch >= 90}
     whole = {"TOP_K": 8, "BLOCK_R": 1, "BLOCK_D": 2048, "ROW_D": 8192}
     narrow = {"TOP_K": 60, "BLOCK_R": 8, "BLOCK_D": 128, "ROW_D": 128}
     plain = dict.fromkeys(("shared_ptr", "residual_ptr", "norm_ptr", "sum_ptr"))
     compile_ahead(peer_combine._home_kernel, arch, args | whole, num_warps=8)
-    if sums:
-        compile_ahead(peer_combine._home_kernel, arch, args | whole | plain | {"BLOCK_D": 1024}, num_warps=4)
+    compile_ahead(peer_combine._home_kernel, arch, args | whole | plain | {"BLOCK_D": 1024}, num_warps=4)
     # A short wait and a small buffer are 32-bit numbers.
     short = dict.fromkeys(("limit", "done_at", "home_at"), "i32")
     compile_ahead(peer_combine._home_kernel, arch, args | narrow | plain | short)

@@ -55,7 +55,7 @@ def test_worked_example(sums: bool, home_rows: list[int]) -> None:
 
 
 def test_reference_against_loops() -> None:
-    """Replica (t + rank) mod count; a row once per rank; the first choice on a rank stands for its sum."""
+    """Replica (t + rank) mod count; a row once per rank; sums come home in the order of the first choice on a rank."""
     for sums in (False, True):
         ranks = OneProcess(layout_of(num_ranks=3, capacity=20, top_k=4, sums=sums), "cpu")
         replicas, layout = draw_replicas(9, 3, "cpu"), ranks.layout
@@ -78,7 +78,7 @@ def test_reference_against_loops() -> None:
                     if not sums:
                         home[k] = token * 4 + k
                     elif peer not in firsts:
-                        home[k] = peer * 20 + token
+                        home[len(firsts)] = peer * 20 + token
                     firsts.setdefault(peer, k)
                 assert home_BK[token].tolist() == home
                 record = rank * 20 + token

@@ -35,7 +35,7 @@ def with_kernels(rank: int, num_ranks: int, folder: Path, keys: list[Key]) -> di
     """Each program takes several pieces."""
     for module in (peer_dispatch, peer_flags, peer_combine):
         vars(module)["uses_triton"] = lambda x: True
-    peer_dispatch.MOST_PROGRAMS = peer_combine.MOST_SENDERS = peer_combine.MOST_SUMMERS = 3
+    peer_dispatch.MOST_PROGRAMS, peer_combine.WARPS, peer_combine.SENDING, peer_combine.SENDING_ROWS = 3, 16, 8, 8
     group = world(rank, num_ranks)
     return {key: run_case(group, key, partial(make_on, folder), padded=True) for key in keys}
 
