@@ -86,10 +86,9 @@ def _split_prefill(prefill: PrefillBatch, cut: int) -> tuple[PrefillBatch | None
     upload = Upload()
     drafts = [_noted(upload, *each) for each in ((first_lens, first_ends), (second_lens, ends[whole:]))]
     flat_X = upload.to(tables_BM.device)
-    first, second = (
-        _batch(tables, flat_X, *draft)
-        for tables, draft in zip((tables_BM[: len(first_lens)], tables_BM[whole:]), drafts)
-    )
+    # A copy begins where kernels are not compiled anew for another alignment, in the midst of a run.
+    tables = (tables_BM[: len(first_lens)], tables_BM[whole:].clone())
+    first, second = (_batch(of_half, flat_X, *draft) for of_half, draft in zip(tables, drafts, strict=True))
     return first, second
 
 

@@ -207,6 +207,14 @@ def keys_of(step: StepInput) -> list[tuple[int, int, int]]:
     return rows
 
 
+def test_indices_of_halves_begin_aligned() -> None:
+    """Where they do not, each alignment is another kernel, compiled in the midst of a run."""
+    for half in split_step(step_of(0, [2, 1, 2, 5], None)):
+        assert half.prefill is not None
+        indices = ("block_tables_BM", "query_starts_B1", "query_offsets_B", "kv_lens_B")
+        assert [getattr(half.prefill, name).data_ptr() % 16 for name in indices] == [0] * 4
+
+
 def test_stages_run_in_turns_as_drawn() -> None:
     told: list[str] = []
 
