@@ -1,7 +1,7 @@
 """Bring results home and sum them up there: one launch that writes into peers' buffers and reads what they write.
 
 Knows rows, records and peers' buffers; knows nothing of what an expert computes. Some programs write this rank's
-results for other ranks' tokens, each token's with a flag behind it (peer_flags.py); the others sum up this rank's own
+results for other ranks' tokens, with a flag behind each token or few (peer_flags.py); the others sum up this rank's own
 tokens as those come in, in routing order, with the norm that follows. So rows travel while others are summed: results
 that stay here are read where the experts left them.
 
@@ -56,9 +56,10 @@ _THREAD_COLUMNS = 8
 _WARPS_OF_MANY = 4
 """Of a program where there are more tiles than programs that sum, and no norm behind, whose tile has its own."""
 
-_FLAG_BYTES = 8192
-"""Behind one flag, where tokens are many. Fast, 2,048 columns: 16,384 tokens take 260 us with flags for one token, 233
-for two and 232 for four, 4,096 tokens 79, 75 and 81; of 7,168 columns 4,096 tokens 206, 217 for two."""
+_FLAG_BYTES, _FLAGS = 8192, 512
+"""Behind one flag, where so many flags are left: the same on all ranks, whatever their GPUs are. Fast, 2,048 columns:
+16,384 tokens take 260 us with flags for one token, 233 for two and 232 for four, 4,096 tokens 79, 75 and 81; of 7,168
+columns 4,096 tokens 206, 217 for two."""
 
 MOST_SUMMERS_BESIDE = 66
 """Beside the work of another half-step: half of the multiprocessors are left to what others may wait for."""
@@ -263,7 +264,7 @@ def combine_home_triton(
     most_senders = sending * multiprocessors // num_warps
     most_summers = (WARPS - sending) * multiprocessors // num_warps
     tile_bytes = block_r * layout.width * out_BD.element_size() * (1 if layout.sums else layout.top_k)
-    flag_tiles = max(1, min(_FLAG_BYTES // tile_bytes, num_tiles // most_summers))
+    flag_tiles = max(1, min(_FLAG_BYTES // tile_bytes, num_tiles // _FLAGS))
     num_groups = cdiv(num_tiles, flag_tiles)
     num_senders = min((layout.num_ranks - 1) * num_groups, most_senders) if sends else 0
     num_summers = min(num_groups, MOST_SUMMERS_BESIDE if beside else most_summers) if sums else 0
