@@ -3,8 +3,8 @@
 
 Knows pages, positions and heads. Its idea: one warp copies pages of keys and values ahead of the others, from one piece
 of work into the next; each of two groups of warps, with 64 rows each, multiplies the next tile's queries and keys, and
-this tile's weights and values, while it computes the next weights. Every tile of keys stands at a fixed position and is
-worked on by the same instructions whatever the chunk.
+right behind them this tile's weights and values, and then computes the next weights. Every tile of keys stands at a
+fixed position and is worked on by the same instructions whatever the chunk.
 """
 # pyright: reportCallIssue=false, reportArgumentType=false, reportAssignmentType=false
 # pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false
@@ -193,6 +193,8 @@ def _attend(
                 mbarrier.arrive(empty_keys.index(stage))
                 s = mask_scores(s, start, n, query, first, kv_end, first_query, last_query, WINDOW)
                 maximum, total, decay, p = weigh(s, maximum, total, scale, scale_log2)
+                # The assembler moves this wait above the weights. Kept here by a branch before it, it cost time: 1099 us
+                # became 1203 to 1310 for 4 x 4096 tokens of qwen3's heads within a prefill step.
                 out = warpgroup_mma_wait(0, deps=[token])
                 mbarrier.arrive(empty_values.index(last_stage))
                 out = out * gl.convert_layout(decay, SUM_ROW)[:, None]
