@@ -231,7 +231,7 @@ def attention_prefill_triton(
     if int4:
         attention_prefill_int4(*operands, scales, **bounds)
     elif hopper:
-        attention_prefill_hopper(*operands, k_rest_NPR, *(() if pieces_I is None else (pieces_I,)), **bounds)
+        attention_prefill_hopper(*operands, k_rest_NPR, pieces_I, **bounds)
     else:
         attention_prefill_tiles(*operands, scales, **bounds)
     return out_THV, lse_TH
