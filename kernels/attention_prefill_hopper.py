@@ -193,8 +193,8 @@ def _attend(
                 mbarrier.arrive(empty_keys.index(stage))
                 s = mask_scores(s, start, n, query, first, kv_end, first_query, last_query, WINDOW)
                 maximum, total, decay, p = weigh(s, maximum, total, scale, scale_log2)
-                # The assembler moves this wait above the weights. Kept here by a branch before it, it cost time: 1099 us
-                # became 1203 to 1310 for 4 x 4096 tokens of qwen3's heads within a prefill step.
+                # The assembler moves this wait above the weights. Kept here, by a branch before it, it cost time: 1099
+                # us became 1203 to 1310 for 4 x 4096 tokens of qwen3's heads within a prefill step.
                 out = warpgroup_mma_wait(0, deps=[token])
                 mbarrier.arrive(empty_values.index(last_stage))
                 out = out * gl.convert_layout(decay, SUM_ROW)[:, None]
