@@ -156,8 +156,9 @@ def test_strided_rows_and_no_rows(backend) -> None:
     assert sample_argmax_triton(logits_BV[:0], *(x[:0] for x in rest)).shape == (0,)
 
 
-def test_what_one_part_holds_counts_for_the_row(backend) -> None:
-    """NaN, +inf, the largest, and ties across the parts of a row: every part has its say."""
+@pytest.mark.parametrize("times", [1, 2], ids=["few rows", "many rows"])
+def test_what_one_part_holds_counts_for_the_row(backend, times: int) -> None:
+    """NaN, +inf, the largest, and ties across the parts of a row, however it is cut: every part has its say."""
     logits_5V = torch.zeros(5, 2 * sample.PART_TILES * sample.TILE + 100)
     logits_5V[0, -1] = math.nan
     logits_5V[1, 9000] = INF
@@ -165,8 +166,9 @@ def test_what_one_part_holds_counts_for_the_row(backend) -> None:
     logits_5V[2, -100] = -3.0
     logits_5V[3, [8191, 8192, 16384]] = 1.0
     keys = torch.arange(5)
-    args = [x.to(backend.device) for x in (logits_5V, torch.zeros(5), keys, keys)]
-    assert sample_argmax_triton(*args).tolist() == [-1, -1, 16384, 8191, 0]
+    args = [torch.cat([x] * times).to(backend.device) for x in (logits_5V, torch.zeros(5), keys, keys)]
+    assert (5 * times > sample.FEW_ROWS) == (times == 2)
+    assert sample_argmax_triton(*args).tolist() == [-1, -1, 16384, 8191, 0] * times
 
 
 def special_rows(device: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
