@@ -235,6 +235,10 @@ def grouped_rule(
     - One slot, rows in order, gate and up of F columns, D 2048, F 10944 / 2816: 64 rows, specialized 64x64x128 s4 37.6
       / 18.6, 128x64x64 s6 43.8 / 20.6; 4096 rows, specialized 128x64x64 s6 520 / 138, tma 522 / 154, pointers 686 / 193
       (the library without the activation 490 / 136).
+    - F 2816 in its place, beside the router, whose launches find less room beside a specialized form's registers;
+      layers of dsv2-lite, specialized 64x64x128 s4 / pointers 64x64x64 s4 / 64x32x128 s4: 64 rows 335.2 / 331.3 /
+      330.4, 32 rows 316.3 / 311.4 / 310.3, 24 rows 297.4 / - / 291.3 (F 10944, beside nothing, no difference); 256
+      rows, specialized 64x128x64 s5 / tma 64x64x64 s4 / pointers 64x64x64 s4: 400.4 / 399.3 / 404.4.
     """
     rows = cdiv(num_rows, num_slots)
     # Rows of several slots are uneven: a tile as high as the mean would leave half of the slots with a second one.
@@ -242,9 +246,11 @@ def grouped_rule(
     if generation < 9 or not by_blocks or rows <= (8 if ragged else 16):
         return _pointer_rule(num_rows, rows, generation, num_products)
     wide = 2 // num_products
+    if not ragged and rows <= 64:
+        return TileConfig(next_power_of_2(rows), 32 * wide, 128, 4, 4)
     if rows <= (16 if generation == 9 else 24):
         return TileConfig(32, 64 * wide, 128, 4, 3, "tma")
-    if generation == 9 and rows <= (48 if ragged else 64):
+    if generation == 9 and rows <= 48:
         return TileConfig(64, 64 * wide, 128, 4, 4, "specialized")
     if generation == 9 and rows <= 96:
         if ragged and slot_bytes > _CACHED_BYTES:

@@ -193,6 +193,17 @@ def test_bits_do_not_depend_on_tile_or_batch(triton_op, reference, swiglu, dtype
         assert_same_bits(one, whole[row : row + 1])
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize(("triton_op", "reference", "swiglu"), OPS)
+def test_rows_of_one_slot_have_the_same_bits_in_every_tile_of_the_rule(triton_op, reference, swiglu):
+    bf16 = {"dtype": torch.bfloat16, "device": "cuda"}
+    x_XD, w_SND = draw(600, 2048, **bf16), draw(1, 2816, 2048, **bf16, seed=1)
+    whole = triton_op(x_XD, w_SND, int32([0, 600], "cuda"), num_rows=600)
+    for rows in (1, 8, 16, 17, 33, 64, 65, 96, 200):
+        ours = triton_op(x_XD[:rows].clone(), w_SND, int32([0, rows], "cuda"), num_rows=rows)
+        assert_same_bits(ours, whole[:rows])
+
+
 BLOCK_TILES = {
     swiglu: [
         TileConfig(32, 128 // products, 128, 4, 3, "tma"),

@@ -109,6 +109,15 @@ def test_dozens_of_rows_of_large_slots_are_the_columns_of_the_tensor_core():
             assert grouped_rule(rows * num_slots, num_slots, 10, **options).form == "tma"
 
 
+def test_dozens_of_rows_of_one_slot_leave_room_for_the_launches_beside_them():
+    """A shared MLP's, from 17 to 64: no form of many registers, and as many programs as the columns give."""
+    for rows, block_m in ((17, 32), (32, 32), (33, 64), (64, 64)):
+        for generation in (9, 10):
+            options = {"num_products": 2, "slot_bytes": 1 << 24, "gathered": False}
+            assert grouped_rule(rows, 1, generation, **options) == TileConfig(block_m, 32, 128, 4, 4)
+    assert grouped_rule(65, 1, 9, num_products=2, slot_bytes=1 << 24, gathered=False).form == "specialized"
+
+
 def test_names_come_back():
     for tile in (
         TileConfig(16, 32, 128, 4, 6),
