@@ -23,9 +23,6 @@ import torch
 from torch import Tensor
 
 from expert_parallel.group import Ranks
-from kernels.gate_few import NormedRouting
-from kernels.pack import Packed, pack
-from kernels.rmsnorm import Norm, rmsnorm_residual
 from kernels.routing import Routing
 from launch.bench_engine import EngineBench, Prompt, Run, recorded_steps, run_prompts, throughput_prompts
 from launch.figure import Figure
@@ -33,7 +30,7 @@ from moe.engine.engine import Engine
 from moe.engine.stats import EngineStats
 from moe.model.causal_lm import CausalLM
 from moe.model.layer import MoELayer
-from router.gate import Gate
+from router.gate import Router
 from router.load import balancedness
 from router.synthetic import skewed_routing
 
@@ -71,11 +68,10 @@ def read_skew(own: Mapping[str, str]) -> float | None:
     return skew
 
 
-class SkewedGate(Gate):
+class SkewedGate(Router):
     """Routes by a table of made-up routings."""
 
-    def __init__(self, gate: Gate, table: Routing) -> None:
-        super().__init__(gate.weight_ED, gate.bias_E, gate.rule)
+    def __init__(self, table: Routing) -> None:
         self.table = table
 
     def __call__(self, x_TD: Tensor, real_T: Tensor | None = None) -> Routing:
@@ -86,26 +82,6 @@ class SkewedGate(Gate):
         if real_T is not None:
             ids_TK = ids_TK.where(real_T[:, None] != 0, -1)
         return Routing(ids_TK, weights_TK)
-
-    def and_pack(
-        self, x_TD: Tensor, slot_of_E: Tensor, num_slots: int, real_T: Tensor | None = None
-    ) -> tuple[Routing, Packed]:
-        """What a single rank asks for."""
-        routing = self(x_TD, real_T)
-        return routing, pack(routing.expert_ids_TK, slot_of_E, num_slots)
-
-    def norm_and_pack(
-        self,
-        x_TD: Tensor,
-        residual_TD: Tensor,
-        norm: Norm,
-        slot_of_E: Tensor,
-        num_slots: int,
-        real_T: Tensor | None = None,
-    ) -> NormedRouting:
-        """The same of the norm of x + residual."""
-        y_TD, new_residual_TD = rmsnorm_residual(x_TD, residual_TD, *norm)
-        return NormedRouting(y_TD, new_residual_TD, *self.and_pack(y_TD, slot_of_E, num_slots, real_T))
 
 
 def skew_routing(network: CausalLM, exponent: float) -> None:
@@ -121,7 +97,7 @@ def skew_routing(network: CausalLM, exponent: float) -> None:
                 seed=block.mlp.index,
                 device=network.device,
             )
-            block.mlp.gate = SkewedGate(block.mlp.gate, table)
+            block.mlp.gate = SkewedGate(table)
 
 
 def short_forms(prompts: Sequence[Prompt]) -> list[Prompt]:

@@ -28,7 +28,8 @@ class ZipfGates:
     """The gates of all sparse layers; even until `skew` is called. Their tensors stay where they are."""
 
     def __init__(self, network: CausalLM) -> None:
-        self.gates: list[Gate] = [block.mlp.gate for block in network.blocks if isinstance(block.mlp, MoELayer)]
+        layers = [block.mlp for block in network.blocks if isinstance(block.mlp, MoELayer)]
+        self.gates = [layer.gate for layer in layers if isinstance(layer.gate, Gate)]
         for gate in self.gates:
             gate.rule = replace(gate.rule, score="sigmoid", num_groups=1, topk_groups=1)
             gate.bias_E = torch.zeros(gate.weight_ED.shape[0], dtype=torch.float32, device=gate.weight_ED.device)

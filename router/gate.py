@@ -6,17 +6,47 @@ fp32 and never rounded, so near ties are decided the same way in a batch of one 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+
 import torch
 from torch import Tensor
 
 from kernels.gate import gate
 from kernels.gate_few import NormedRouting, gate_and_pack, norm_gate_and_pack
-from kernels.pack import Packed
-from kernels.rmsnorm import Norm
+from kernels.pack import Packed, pack
+from kernels.rmsnorm import Norm, rmsnorm_residual
 from kernels.routing import Routing, RoutingRule
 
 
-class Gate:
+class Router(ABC):
+    """All that a layer asks of its router, for whoever can say which experts rows go to."""
+
+    @abstractmethod
+    def __call__(self, x_TD: Tensor, real_T: Tensor | None = None) -> Routing:
+        """Rows that `real_T` calls padding get ids of -1."""
+
+    def and_pack(
+        self, x_TD: Tensor, slot_of_E: Tensor, num_slots: int, real_T: Tensor | None = None
+    ) -> tuple[Routing, Packed]:
+        """The same, and what `kernels.pack.pack` makes of the ids."""
+        routing = self(x_TD, real_T)
+        return routing, pack(routing.expert_ids_TK, slot_of_E, num_slots)
+
+    def norm_and_pack(
+        self,
+        x_TD: Tensor,
+        residual_TD: Tensor,
+        norm: Norm,
+        slot_of_E: Tensor,
+        num_slots: int,
+        real_T: Tensor | None = None,
+    ) -> NormedRouting:
+        """The same of the norm of x + residual, which comes with it."""
+        y_TD, new_residual_TD = rmsnorm_residual(x_TD, residual_TD, *norm)
+        return NormedRouting(y_TD, new_residual_TD, *self.and_pack(y_TD, slot_of_E, num_slots, real_T))
+
+
+class Gate(Router):
     """weight_ED in the model dtype; bias_E (fp32 or None) shifts the selection only, as the rule says."""
 
     def __init__(self, weight_ED: Tensor, bias_E: Tensor | None, rule: RoutingRule) -> None:
@@ -29,14 +59,12 @@ class Gate:
         self._counter_1 = torch.zeros(1, dtype=torch.int32, device=weight_ED.device)
 
     def __call__(self, x_TD: Tensor, real_T: Tensor | None = None) -> Routing:
-        """Rows that `real_T` calls padding get ids of -1."""
         return gate(x_TD, self.weight_ED, self.bias_E, self.rule, real_T=real_T)
 
     def and_pack(
         self, x_TD: Tensor, slot_of_E: Tensor, num_slots: int, real_T: Tensor | None = None
     ) -> tuple[Routing, Packed]:
-        """The same, and what `kernels.pack.pack` makes of the ids: of few rows in one launch. Not on two streams at
-        once."""
+        """Of few rows in one launch. Not on two streams at once."""
         gated = (x_TD, self.weight_ED, self.bias_E, self.rule)
         return gate_and_pack(*gated, slot_of_E, num_slots, real_T=real_T, counter_1=self._counter_1)
 
@@ -49,6 +77,6 @@ class Gate:
         num_slots: int,
         real_T: Tensor | None = None,
     ) -> NormedRouting:
-        """The same of the norm of x + residual, which comes with it."""
+        """Of few rows in one launch. Not on two streams at once."""
         gated = (x_TD, residual_TD, norm, self.weight_ED, self.bias_E, self.rule)
         return norm_gate_and_pack(*gated, slot_of_E, num_slots, real_T=real_T, counter_1=self._counter_1)

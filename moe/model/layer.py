@@ -22,7 +22,7 @@ from moe.model.experts import DenseMLP, make_experts
 from moe.model.linear import Parameters
 from moe.model.offloaded_experts import Offload
 from moe.model.step_plan import StepPlan
-from router.gate import Gate
+from router.gate import Gate, Router
 
 
 class MoELayer:
@@ -39,7 +39,8 @@ class MoELayer:
     ) -> None:
         name = f"layers.{index}.moe"
         self.index = index
-        self.gate = Gate(parameters[f"{name}.gate.weight"], parameters.get(f"{name}.gate.bias"), moe.rule)
+        weight_ED, bias_E = parameters[f"{name}.gate.weight"], parameters.get(f"{name}.gate.bias")
+        self.gate: Router = Gate(weight_ED, bias_E, moe.rule)
         self.dispatchers = dispatchers
         self.experts = make_experts(parameters, f"{name}.experts") if offload is None else offload.experts[index]
         self.shared: DenseMLP | None = None

@@ -35,7 +35,7 @@ from expert_parallel.slot_buffer import HostSource, SlotBuffer
 from kernels.quantize import FP8
 from moe.model.host_experts import HostExperts
 from moe.model.slot_products import Fp8Products, PlainProducts, SlotProducts
-from router.gate import Gate
+from router.gate import Router
 
 BundleShapes = Sequence[tuple[tuple[int, ...], torch.dtype]]
 """Shape, without the slot, and dtype of each tensor of a bundle: w13, w2, and in fp8 the scales of both."""
@@ -93,7 +93,7 @@ class Offload:
         """Of host memory, this rank's part."""
         return self.host.num_bytes
 
-    def connect(self, gates: Mapping[int, Gate], experts: Mapping[int, Sequence[int | None]]) -> None:
+    def connect(self, gates: Mapping[int, Router], experts: Mapping[int, Sequence[int | None]]) -> None:
         """Each layer guesses what the next one asks for, by that one's gate on its own rows. `experts[layer][slot]`."""
         layers, self._table = list(self.held), dict(experts)
         for layer, following in pairwise(layers):
@@ -173,7 +173,7 @@ class Offload:
 class Following:
     """The next layer with experts, as the layer before it sees it."""
 
-    def __init__(self, held: HeldSlots, gate: Gate, experts: Sequence[int | None]) -> None:
+    def __init__(self, held: HeldSlots, gate: Router, experts: Sequence[int | None]) -> None:
         self.held = held
         self.gate = gate
         self.place(experts)
