@@ -108,7 +108,7 @@ class DeviceSlots:
 
     def num_rounds(self, layer: int, num_rows: int) -> int:
         """That a call of so many rows can need; one that nothing is left for changes nothing."""
-        return -(-min(self.num_slots, num_rows) // self._layers[layer].places.num_places)
+        return cdiv(min(self.num_slots, num_rows), self._layers[layer].places.num_places)
 
     def bring(self, layer: int, offsets_S1: Tensor, *, first: bool) -> Tensor:
         """ranges int32 [G, 2] of the first or the next round of a call: products launched before the next is asked for

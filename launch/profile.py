@@ -11,7 +11,6 @@ there is the time from the latest end before it to its own: these sum to the who
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
 import sys
@@ -31,6 +30,7 @@ from launch.command_line import compose_config, parse
 from launch.console import set_up_logging
 from launch.figure import ROOT
 from launch.machine import device_name, git_commit
+from launch.result_file import write_whole
 from launch.words import asks_for_help, output_file, own_words, positive, positives, refuse, split_list
 from moe.engine.engine import Engine
 from moe.engine.request import Request, SamplingParams
@@ -256,9 +256,7 @@ def write_pieces(head: str, profiles: Iterable[StepProfile], result: Path | None
         print(piece, flush=True)
         text += piece + "\n"
         if result is not None:
-            part = result.with_name(result.name + ".part")
-            part.write_text(text, encoding="utf-8")
-            os.replace(part, result)
+            write_whole(result, text)
 
 
 def engine_words(model: str, rest: Sequence[str]) -> list[str]:

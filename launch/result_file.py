@@ -53,6 +53,11 @@ def write_record(record: dict[str, Any], figures: Sequence[Figure], path: Path |
         return
     record["clocks"]["after"] = clocks()
     whole = record | {"complete": complete, "figures": [figure.as_dict() for figure in figures]}
+    write_whole(path, json.dumps(whole, indent=1) + "\n")
+
+
+def write_whole(path: Path, text: str) -> None:
+    """The file as it was stays until the new one is written."""
     part = path.with_name(path.name + ".part")
-    part.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
+    part.write_text(text, encoding="utf-8")
     os.replace(part, path)

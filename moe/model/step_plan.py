@@ -13,6 +13,7 @@ So which keys are summed together depends on their positions alone, not on the b
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -92,8 +93,8 @@ def plan_step(
     beside: SideStream | None = None,
     piece_queries: int | None = None,
 ) -> StepPlan:
-    """`mla_workspace_tokens` is None for networks whose prefill reads the cache as it is; `piece_queries`, queries of a
-    piece of prefill attention, where the order of pieces is not listed."""
+    """`mla_workspace_tokens` is None for networks whose prefill reads the cache as it is; `piece_queries`: queries of a
+    piece of prefill attention, None where the order of pieces is not listed."""
     num_tokens, device = step.token_ids_T.shape[0], step.token_ids_T.device
     rounds: tuple[MLARound, ...] = ()
     pieces_I: Tensor | None = None
@@ -101,8 +102,8 @@ def plan_step(
         if mla_workspace_tokens is not None:
             rounds = plan_mla_rounds(step.prefill, page_size, mla_workspace_tokens, piece_queries)
         elif piece_queries is not None:
-            upload = Upload()
-            listed = upload.add(_pieces(step.prefill, piece_queries))
+            upload, keys = Upload(), step.prefill.kv_lens_host
+            listed = upload.add(_pieces(step.prefill, 0, [0] * len(keys), keys, piece_queries))
             pieces_I = upload.to(device)[listed]
     # On the device in one launch; a rank without rows has no step to count in.
     all_rows_2 = torch.arange(0, 2 * max(num_tokens, 1), max(num_tokens, 1), dtype=torch.int32, device=device)
@@ -122,10 +123,14 @@ def round_length(page_size: int, workspace_tokens: int) -> int:
     return length
 
 
-def _pieces(prefill: PrefillBatch, piece_queries: int) -> list[int]:
-    query_lens, kv_lens = prefill.query_lens_host, prefill.kv_lens_host
-    offsets = [kv_len - query_len for query_len, kv_len in zip(query_lens, kv_lens)]
-    return order_pieces(query_lens, offsets, [0] * len(kv_lens), kv_lens, piece_queries)
+def _pieces(
+    prefill: PrefillBatch, first: int, kv_starts: Sequence[int], keys: Sequence[int], piece_queries: int
+) -> list[int]:
+    """In order, of the sequences first .. first + len(keys), each with so many keys from `kv_starts` on."""
+    sequences = slice(first, first + len(keys))
+    query_lens = prefill.query_lens_host[sequences]
+    offsets = [kv_len - query_len for query_len, kv_len in zip(query_lens, prefill.kv_lens_host[sequences])]
+    return order_pieces(query_lens, offsets, kv_starts, keys, piece_queries)
 
 
 def plan_mla_rounds(
@@ -254,8 +259,7 @@ def _draft(
     kv_starts = [index * length if count else 0 for count in keys]
     pieces = None
     if piece_queries is not None:
-        offsets = [kv_len - query_len for query_len, kv_len in zip(query_lens, prefill.kv_lens_host[first:last])]
-        pieces = upload.add(order_pieces(query_lens, offsets, kv_starts, keys, piece_queries))
+        pieces = upload.add(_pieces(prefill, first, kv_starts, keys, piece_queries))
     return _Draft(
         index=index,
         first=first,
