@@ -27,6 +27,7 @@ from kernels.checks import (
 from kernels.kv_int4 import Int4Scales, check_int4_caches
 from kernels.kv_quantize import KVScales, check_kv_scales
 from kernels.kv_tiles import OnlineSoftmax, gather_kv_tile, tile_product
+from kernels.prefill_order import PIECE_ROWS, heads_of_piece
 
 _REFERENCE_QUERIES = 32  # the reference's query block, at multiples of this position
 _REFERENCE_TILE = 64  # keys visited at once by the reference, at multiples of this position
@@ -190,6 +191,32 @@ def whole_keys(k_cache_NPGC: Tensor, k_rest_NPR: Tensor) -> Tensor:
     return torch.cat([k_cache_NPGC, rest_NPGR], dim=3)
 
 
+def piece_queries(
+    q_THC: Tensor,
+    k_cache_NPGC: Tensor,
+    v_cache_NPGV: Tensor,
+    scales: KVScales | Int4Scales | None,
+    k_rest_NPR: Tensor | None = None,
+) -> int | None:
+    """Queries of a piece in the list that `attention_prefill` takes of such operands; None: it reads no list.
+
+    By their device, dtypes and places in memory: q_THC may be without rows, whose number decides nothing.
+    """
+    if not _on_hopper(q_THC, k_cache_NPGC, v_cache_NPGV, scales, k_rest_NPR):
+        return None
+    return PIECE_ROWS // heads_of_piece(q_THC.shape[1], k_cache_NPGC.shape[2])
+
+
+def _on_hopper(
+    q_THC: Tensor,
+    k_cache_NPGC: Tensor,
+    v_cache_NPGV: Tensor,
+    scales: KVScales | Int4Scales | None,
+    k_rest_NPR: Tensor | None,
+) -> bool:
+    return scales is None and runs_on_hopper(q_THC, k_cache_NPGC, v_cache_NPGV, k_rest_NPR)
+
+
 def attention_prefill_triton(
     q_THC: Tensor,
     k_cache_NPGC: Tensor,
@@ -212,7 +239,7 @@ def attention_prefill_triton(
 ) -> tuple[Tensor, Tensor]:
     """`attention_prefill` as one launch: (out_THV in `out_dtype`, lse_TH fp32). Only the Hopper kernel reads a key's
     columns from two places; for the others they are put together first."""
-    hopper = scales is None and runs_on_hopper(q_THC, k_cache_NPGC, v_cache_NPGV, k_rest_NPR)
+    hopper = _on_hopper(q_THC, k_cache_NPGC, v_cache_NPGV, scales, k_rest_NPR)
     if k_rest_NPR is not None and not hopper:
         k_cache_NPGC, k_rest_NPR = whole_keys(k_cache_NPGC, k_rest_NPR), None
     key_starts_B = kv_lens_B if kv_starts_B is None else kv_starts_B

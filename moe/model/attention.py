@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from kernels.attention_decode import attention_decode, stores_new
-from kernels.attention_prefill import attention_prefill
+from kernels.attention_prefill import attention_prefill, piece_queries
 from kernels.kv_int4 import Int4Scales
 from kernels.kv_quantize import KVScales
 from kernels.new_rows import NewRows
@@ -57,6 +57,12 @@ class GQAttention:
         self.norms: HeadNorms | None = None
         if q_norm_C is not None and k_norm_C is not None:
             self.norms = HeadNorms(q_norm_C, k_norm_C, config.norm_eps)
+
+    def piece_queries(self, cache: LayerCache) -> int | None:
+        """Queries of a piece in the list that prefill takes with such a cache; None: it reads no list."""
+        q_THC = self.qkv.weight_NK.new_empty(0, self.heads.num_heads, self.heads.head_dim)
+        k_cache_NPGC, v_cache_NPGV = cache.values.unbind(1)
+        return piece_queries(q_THC, k_cache_NPGC, v_cache_NPGV, _scales(cache))
 
     def __call__(self, x_TD: Tensor, plan: StepPlan, cache: LayerCache) -> Tensor:
         step = plan.step

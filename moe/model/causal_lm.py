@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from expert_parallel.layout import ExpertLayout
-from kernels.prefill_order import PIECE_ROWS, heads_of_piece
 from kernels.rmsnorm import Norm
 from kv_cache.layout import LayerCache
 from moe.model.block import Block
@@ -72,11 +71,6 @@ class CausalLM:
         self.mla_workspace_tokens: int | None = None
         if isinstance(config.attention, MLAConfig):
             self.mla_workspace_tokens = mla_workspace_tokens
-        self.piece_queries: int | None = None
-        if device.type == "cuda":
-            attention = config.attention
-            num_kv_heads = attention.num_heads if isinstance(attention, MLAConfig) else attention.num_kv_heads
-            self.piece_queries = PIECE_ROWS // heads_of_piece(attention.num_heads, num_kv_heads)
         self.cos_sin_PR = rope_table(config.rope, max_model_len, device)
         self.parameters = Parameters(
             {
@@ -130,12 +124,11 @@ class CausalLM:
         self._check(step)
         if self.load is not None:
             self.load.start_step()
-        page_size = kv_caches[0].values.shape[-2 if self.mla_workspace_tokens is not None else -3]
         if self._splits(step):
-            y_TD = self._in_halves(step, page_size, kv_caches)
+            y_TD = self._in_halves(step, kv_caches)
         else:
             beside = self.side if self.overlap.shared_in(prompts=step.prefill is not None) else None
-            plan = self._plan(step, page_size, self.load, beside)
+            plan = self._plan(step, kv_caches[0], self.load, beside)
             y_TD = run_through(self._stages(plan, kv_caches))
         if self.load is not None:
             self.load.end_step()
@@ -147,18 +140,21 @@ class CausalLM:
         dispatcher = self.dispatchers.prefill if step.any_prefill else self.dispatchers.decode
         return halves_from is not None and step.most_rows >= halves_from and dispatcher.two_open
 
-    def _in_halves(self, step: StepInput, page_size: int, kv_caches: Sequence[LayerCache]) -> Tensor:
+    def _in_halves(self, step: StepInput, kv_caches: Sequence[LayerCache]) -> Tensor:
         loads = HalfLoads()
-        first, second = (self._stages(self._plan(half, page_size, loads), kv_caches) for half in split_step(step))
+        first, second = (self._stages(self._plan(half, kv_caches[0], loads), kv_caches) for half in split_step(step))
         y_TD = torch.cat(run_halves(first, second, len(self.blocks), self.side))
         if self.load is not None:
             loads.tell(self.load)
         return y_TD
 
     def _plan(
-        self, step: StepInput, page_size: int, load: LayerLoads | None, beside: SideStream | None = None
+        self, step: StepInput, kv_cache: LayerCache, load: LayerLoads | None, beside: SideStream | None = None
     ) -> StepPlan:
-        return plan_step(step, page_size, self.mla_workspace_tokens, load, beside, self.piece_queries)
+        """`kv_cache`: of any layer; they differ in nothing that is planned by."""
+        page_size = kv_cache.values.shape[-2 if self.mla_workspace_tokens is not None else -3]
+        listed = None if step.prefill is None else self.blocks[0].attention.piece_queries(kv_cache)
+        return plan_step(step, page_size, self.mla_workspace_tokens, load, beside, listed)
 
     def _stages(self, plan: StepPlan, kv_caches: Sequence[LayerCache]) -> Stages:
         """All layers. Of a rank without rows the experts alone work, for the rows of others."""

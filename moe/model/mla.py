@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kernels.absorb_rope_store import absorb_rope_store
 from kernels.attention_merge import merge_attention
-from kernels.attention_prefill import attention_prefill
+from kernels.attention_prefill import attention_prefill, piece_queries
 from kernels.gather import LatentScaling, gather_paged
 from kernels.latent_rope_store import latent_rope_store
 from kernels.linear import head_linear
@@ -82,6 +82,16 @@ class MLAttention:
         w_HNL = self.kv_b.weight_NK.view(dims.num_heads, dims.qk_nope_head_dim + dims.v_head_dim, dims.kv_lora_rank)
         self.w_uk_HLn = w_HNL[:, : dims.qk_nope_head_dim].transpose(1, 2).contiguous()
         self.w_uv_HVL = w_HNL[:, dims.qk_nope_head_dim :]
+
+    def piece_queries(self, cache: LayerCache) -> int | None:
+        """Queries of a piece in the list that prefill takes; None: it reads no list. What the cache is stored in does
+        not matter: keys and values are those expanded from it. Asked with operands laid out as a step's, without rows.
+        """
+        dims, pages, weight_NK = self.dims, (0, cache.values.shape[1]), self.kv_b.weight_NK
+        row = (self.q_b or self.q_kv_a).weight_NK.shape[0]
+        q_THC = weight_NK.new_empty_strided((0, dims.num_heads, dims.qk_head_dim), (row, dims.qk_head_dim, 1))
+        k_NPHn, v_NPHV = self._keys_and_values(weight_NK.new_empty(0, weight_NK.shape[0]), pages)
+        return piece_queries(q_THC, k_NPHn, v_NPHV, None, weight_NK.new_empty(*pages, dims.qk_rope_head_dim))
 
     def __call__(self, x_TD: Tensor, plan: StepPlan, cache: LayerCache) -> Tensor:
         step, dims = plan.step, self.dims
@@ -161,8 +171,7 @@ class MLAttention:
             latent=dims.kv_lora_rank,
             scaling=None if cache.scales is None else LatentScaling(cache.scales, dtype),
         )
-        kv_RHN = self.kv_b(latent_RL).view(-1, dims.num_heads, dims.qk_nope_head_dim + dims.v_head_dim)
-        k_NPHn, v_NPHV = kv_RHN.unflatten(0, pages).split((dims.qk_nope_head_dim, dims.v_head_dim), dim=3)
+        k_NPHn, v_NPHV = self._keys_and_values(self.kv_b(latent_RL), pages)
         return {
             "k_cache_NPGC": k_NPHn,
             "v_cache_NPGV": v_NPHV,
@@ -177,3 +186,10 @@ class MLAttention:
             "max_kv_len": part.max_kv_len,
             "pieces_I": part.pieces_I,
         }
+
+    def _keys_and_values(self, kv_RX: Tensor, pages: tuple[int, int]) -> tuple[Tensor, Tensor]:
+        """(k_NPHn, v_NPHV), views of expanded rows as `pages`: their number, or -1, and the rows of each."""
+        dims = self.dims
+        widths = (dims.qk_nope_head_dim, dims.v_head_dim)
+        k_NPHn, v_NPHV = kv_RX.unflatten(1, (dims.num_heads, sum(widths))).unflatten(0, pages).split(widths, dim=3)
+        return k_NPHn, v_NPHV
