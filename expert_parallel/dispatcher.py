@@ -24,6 +24,7 @@ class ExpertInput:
     the same whatever the routing; rows past offsets[-1] exist but mean nothing and are never read back.
     `handle` goes back to the same dispatcher's `combine`, once. Rows that came in fp8 bring their scales, as
     `kernels.quantize.Quantized` has them, and the dtype of the model, in which the experts give theirs back.
+    `counters`, zeros as `kernels.pack.Packed` has them, come with rows of which no slot has one twice.
     """
 
     rows_XD: Tensor
@@ -33,6 +34,7 @@ class ExpertInput:
     handle: Any
     scales_GX: Tensor | None = None
     out_dtype: torch.dtype | None = None  # of the experts' rows; None: that of rows_XD
+    counters: Tensor | None = None
 
 
 class OwnSlots(NamedTuple):
@@ -149,6 +151,7 @@ class LocalDispatcher(Dispatcher):
             offsets_S1=packed.offsets_S1,
             num_rows=expert_ids_TK.numel(),
             handle=LocalHandle(packed.packed_row_TK, weights_TK),
+            counters=packed.counters,
         )
 
     def combine(self, y_RD: Tensor, handle: LocalHandle) -> Tensor:

@@ -24,7 +24,7 @@ from torch import Tensor
 from kernels.checks import cdiv, next_power_of_2, uses_triton
 from kernels.dependent_launch import dependent_launch, wait_for_inputs
 from kernels.gate import PART, check_operands, gate, gate_reference, load_w, load_x
-from kernels.pack import Packed, check_num_slots, pack, pack_reference
+from kernels.pack import NUM_COUNTERS, Packed, check_num_slots, clear_counters, pack, pack_reference
 from kernels.rmsnorm import Norm, add_residual, check_residual, norm_tile, rms_apply, rms_scale, rmsnorm_residual
 from kernels.routing import Routing, RoutingRule, choose_experts, expert_places, tile_options
 
@@ -129,8 +129,9 @@ def _block_t(num_tokens: int, num_warps: int = 4) -> int:
 # Parts of the logits as in gate.py, choice as in routing.py, places as in pack.py.
 #   x_ptr [T, K], w_ptr [E, K], rows strided; parts_ptr fp32 [P, T, E]; counter_ptr int32, zero; bias_ptr fp32 [E] or
 #   None; real_ptr bool [T] or None; slot_of_ptr int32 [E]; ids_ptr, packed_row_ptr int32 and weights_ptr fp32
-#   [T, TOP_K]; row_token_ptr int32 [T * TOP_K]; offsets_ptr int32 [S + 1]; residual_ptr [T, K], rows strided, or None:
-#   rows are those of y = norm(x + residual), with norm_ptr [K], and y_ptr, sum_ptr (the new residual) [T, K] take them
+#   [T, TOP_K]; row_token_ptr int32 [T * TOP_K]; offsets_ptr int32 [S + 1]; counters_ptr int32 [NUM_COUNTERS];
+#   residual_ptr [T, K], rows strided, or None: rows are those of y = norm(x + residual), with norm_ptr [K], and y_ptr,
+#   sum_ptr (the new residual) [T, K] take them
 #   grid (cdiv(E, BLOCK_N), P): a program owns a tile of [T, E] and one part; the last to end routes and packs, T <=
 #   BLOCK_T. fp32 accumulation; rows, experts and columns beyond the last are read as zero.
 
@@ -177,6 +178,7 @@ def _gate_few_kernel(
     row_token_ptr,
     packed_row_ptr,
     offsets_ptr,
+    counters_ptr,
     num_tokens,
     width,
     stride_x,
@@ -219,6 +221,8 @@ def _gate_few_kernel(
         k = first + tl.arange(0, PART)[None, :]
         part_norm = tl.load(norm_ptr + k, mask=k < width, other=0.0)
     wait_for_inputs(PDL)
+    if tl.program_id(0) + tl.program_id(1) == 0:
+        clear_counters(counters_ptr)
     x = load_x(x_ptr, row, first, num_tokens, width, stride_x, PART)  # pyright: ignore
     if residual_ptr is not None:
         whole = tl.load(x_ptr + token_of_row * stride_x + d, mask=used, other=0.0)
@@ -329,7 +333,8 @@ def _launch(
     parts_PTE = torch.empty((num_parts, num_tokens, num_experts), dtype=torch.float32, device=device)
     ids_TK = torch.empty((num_tokens, rule.top_k), dtype=torch.int32, device=device)
     routing = Routing(ids_TK, torch.empty(ids_TK.shape, dtype=torch.float32, device=device))
-    packed = Packed(ids_TK.new_empty(ids_TK.numel()), torch.empty_like(ids_TK), ids_TK.new_empty(num_slots + 1))
+    sizes = (ids_TK.numel(), ids_TK.shape, num_slots + 1, NUM_COUNTERS.value)
+    packed = Packed(*(ids_TK.new_empty(size) for size in sizes))
     y_TD, new_residual_TD, num_warps = x_TD, x_TD, 4
     if norm is not None:
         y_TD, new_residual_TD, num_warps = *x_TD.new_empty(2, *x_TD.shape), norm_tile(width)[2]

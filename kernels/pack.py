@@ -36,6 +36,12 @@ class Packed(NamedTuple):
     """int32 [T, K]: the packed row of (t, k), -1 where its expert has no slot here."""
     offsets_S1: Tensor
     """int32 [S+1]: slot s owns rows offsets_S1[s] to offsets_S1[s+1]."""
+    counters: Tensor | None = None
+    """int32 [NUM_COUNTERS], or None without a GPU and of many rows: zeros, for a launch behind this one whose programs
+    count themselves, once. New ones each time: steps on two streams need their own."""
+
+
+NUM_COUNTERS = tl.constexpr(1024)
 
 
 def pack(expert_ids_TK: Tensor, slot_of_E: Tensor, num_slots: int) -> Packed:
@@ -48,6 +54,12 @@ def pack(expert_ids_TK: Tensor, slot_of_E: Tensor, num_slots: int) -> Packed:
         return pack_reference(expert_ids_TK, slot_of_E, num_slots)
     run = pack_slots_triton if expert_ids_TK.numel() <= _ONE_LAUNCH_ROWS else pack_counts_triton
     return run(expert_ids_TK, slot_of_E, num_slots)
+
+
+@triton.jit
+def clear_counters(counters_ptr):
+    """By one program of the launch that packs."""
+    tl.store(counters_ptr + tl.arange(0, NUM_COUNTERS), 0)
 
 
 _ONE_LAUNCH_ROWS = 4096
@@ -73,8 +85,10 @@ def _load_slots(ids_ptr, slot_of_ptr, row, num_rows, num_experts, num_slots):
 
 
 # Few rows, one launch. A slot's program reads the slots of all rows: the rows of lower slots, counted, are its offset,
-# its own follow from there, ascending. The program behind the last slot writes the last offset and the rows of none.
+# its own follow from there, ascending. The program behind the last slot writes the last offset, the rows of none and
+# zeros for counters.
 #   ids_ptr int32 [R]; slot_of_ptr int32 [E]; row_token_ptr int32 [R]; packed_row_ptr int32 [R]; offsets_ptr int32 [S+1]
+#   counters_ptr int32 [NUM_COUNTERS]
 #   grid (S + 1,): a program owns one slot. Sums of integers: no order to see.
 
 
@@ -95,6 +109,7 @@ def _pack_slots_kernel(
     row_token_ptr,
     packed_row_ptr,
     offsets_ptr,
+    counters_ptr,
     num_rows,
     num_experts,
     num_slots,
@@ -104,6 +119,8 @@ def _pack_slots_kernel(
 ):
     wait_for_inputs(PDL)
     own = tl.program_id(0)
+    if own == num_slots:
+        clear_counters(counters_ptr)
     row = tl.arange(0, BLOCK)
     # The first block stays in registers for the second pass: mostly it is the only one.
     slot = _load_slots(ids_ptr, slot_of_ptr, row, num_rows, num_experts, num_slots)
@@ -221,6 +238,7 @@ def pack_slots_triton(expert_ids_TK: Tensor, slot_of_E: Tensor, num_slots: int) 
     num_rows, top_k = expert_ids_TK.numel(), expert_ids_TK.shape[1]
     if num_rows == 0:
         return packed
+    packed = packed._replace(counters=expert_ids_TK.new_empty(NUM_COUNTERS.value))
     block, num_warps = next((scan for scan in _SCANS if num_rows <= scan[0]), _SCANS[-1])
     _pack_slots_kernel[(num_slots + 1,)](
         expert_ids_TK.contiguous(),

@@ -9,6 +9,16 @@ import torch
 from torch import Tensor
 
 
+@contextlib.contextmanager
+def filled_memory() -> Iterator[None]:
+    """What `torch.empty` and its like give holds the largest number, or NaN."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 def max_rel(a: Tensor, b: Tensor) -> float:
     """max|a - b| / max|b|, NaN if either holds one: the project's measure of agreement. `b` is the reference."""
     a, b = a.detach().double().cpu(), b.detach().double().cpu()

@@ -10,6 +10,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from expert_parallel.dispatcher import ExpertInput
+from kernels.experts_few import experts_few, serves_few_tokens
 from kernels.grouped_gemm import grouped_gemm, grouped_gemm_swiglu
 from kernels.grouped_gemm_fp8 import grouped_gemm_fp8, grouped_gemm_swiglu_fp8
 from kernels.quantize import FP8, Quantized, QuantizedBlocks, quantize_rows
@@ -26,6 +27,10 @@ class Experts:
 
     def __call__(self, inputs: ExpertInput) -> Tensor:
         """y_RD, one row for each packed row, in the model dtype: rounded before the router's weight is applied."""
+        if inputs.counters is not None and inputs.row_index_R is not None:
+            few = (inputs.rows_XD, self.w13_S2FD, self.w2_SDF, inputs.offsets_S1, inputs.row_index_R, inputs.num_rows)
+            if serves_few_tokens(*few):
+                return experts_few(*few, inputs.counters)
         h_RF = grouped_gemm_swiglu(
             inputs.rows_XD,
             self.w13_S2FD,

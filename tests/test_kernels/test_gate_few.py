@@ -21,7 +21,7 @@ from kernels.pack import pack
 from kernels.rmsnorm import Norm, rmsnorm_residual_triton
 from kernels.routing import RoutingRule, tile_options
 from tests.aot import ARCHS, aot, compile_ahead
-from tests.compare import assert_same_bits
+from tests.compare import assert_same_bits, filled_memory
 
 GROUPED = RoutingRule(
     top_k=4, score="sigmoid", num_groups=4, topk_groups=2, group_score="top2_sum", epsilon=1e-20, scale=2.5
@@ -59,6 +59,7 @@ def assert_packed(ours, expected):
     assert torch.equal(ours.packed_row_TK.cpu(), expected.packed_row_TK.cpu())
     last = int(expected.offsets_S1[-1])
     assert torch.equal(ours.row_token_R[:last].cpu(), expected.row_token_R[:last].cpu())
+    assert not ours.counters.any()
 
 
 @pytest.mark.parametrize("with_bias", [False, True])
@@ -70,9 +71,10 @@ def test_kernel_against_the_reference(backend, with_bias, num_tokens, num_expert
     bias_E = bias_E if with_bias else None
     real_T = torch.arange(num_tokens, device=backend.device) % 3 != 1
     counter_1 = torch.zeros(1, dtype=torch.int32, device=backend.device)
-    routing, packed = gate_and_pack_triton(
-        x_TD, weight_ED, bias_E, rule, slot_of_E, num_slots, real_T=real_T, counter_1=counter_1
-    )
+    with filled_memory():
+        routing, packed = gate_and_pack_triton(
+            x_TD, weight_ED, bias_E, rule, slot_of_E, num_slots, real_T=real_T, counter_1=counter_1
+        )
     expected, wanted = gate_and_pack_reference(
         x_TD.cpu(),
         weight_ED.cpu(),
@@ -217,7 +219,7 @@ def test_many_rows_and_no_rows_take_the_three_operations(backend):
 def test_compiles(arch, normed):
     pointers = dict.fromkeys(("x_ptr", "w_ptr"), "*bf16") | dict.fromkeys(("parts_ptr", "weights_ptr"), "*fp32")
     pointers |= {"bias_ptr": "*fp32", "real_ptr": "*i1"}
-    names = ("counter_ptr", "slot_of_ptr", "ids_ptr", "row_token_ptr", "packed_row_ptr", "offsets_ptr")
+    names = ("counter_ptr", "slot_of_ptr", "ids_ptr", "row_token_ptr", "packed_row_ptr", "offsets_ptr", "counters_ptr")
     numbers = dict.fromkeys(("num_tokens", "width", "stride_x", "stride_w", "num_slots"), "i32")
     args: dict[str, object] = pointers | dict.fromkeys(names, "*i32") | numbers | {"epsilon": "fp32", "scale": "fp32"}
     args |= tile_options(GROUPED, 256) | {"NUM_PARTS": 28, "BLOCK_T": 8, "BLOCK_N": 32, "BINS": 256, "PART": PART}

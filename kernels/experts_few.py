@@ -1,0 +1,210 @@
+"""Both products of the experts of a few tokens in one launch, for compute capability 9 (H100, H200): weights never stop
+coming.
+
+Knows rows, slots and offsets as kernels/grouped_gemm.py does, whose two products are the definition. Between two
+launches memory rests: until the last program of the first has ended and the second's weights are on their way. Here
+one program lives on each multiprocessor, and one of its warps does nothing but ask for weights, in pieces: those of the
+first product, then those of the second. Weights depend on nothing, so they come while rows of the first product are
+still being summed.
+
+Pieces are taken in turn by a counter, so that who waits (a piece of the second product, for its slot's rows) waits for
+programs that run already, whatever else is on the GPU: no number of programs has to fit at once. The launch that packs
+the rows has set the counters to zero.
+
+The sums over K ascend, unsplit, in one fp32 accumulator, as in every other kernel here: the bits are the same.
+"""
+
+# Launch options such as num_warps are no parameters of a kernel.
+# pyright: reportCallIssue=false, reportArgumentType=false, reportAssignmentType=false
+# pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from kernels.checks import next_power_of_2
+from kernels.dependent_launch import dependent_launch
+from kernels.experts_few_feed import BOXES, STAGE_BYTES, feed
+from kernels.experts_few_multiply import multiply
+from kernels.grouped_gemm_tma import tma_serves
+from kernels.row_tiles import slot_step
+from kernels.tiles import device_generation, num_multiprocessors
+
+FEW_TOKENS = 8
+"""At most: the columns of the tensor core's smallest tile."""
+
+_MOST_STAGES, _FEWEST_STAGES = 11, 7
+
+_AHEAD = 4
+"""Stages of a program that are on their way at most."""
+
+_MOST_SLOTS = 64
+"""With rows at once: each has a counter."""
+
+_SHARED_BYTES = 218 << 10
+"""Of a program: all of a multiprocessor's but what its barriers and exchanged sums take."""
+
+# y[r] = w2[s] h[r], h[r] = silu(gate x) * (up x) with w13[s] of x[token[r]], s the slot whose rows hold r
+#   x_ptr [T, D], T at most 8, rows strided by groups of 8 values; w13_desc [S * 2F, D] in blocks of [16, 64], w2_desc
+#   [S * D, F] in blocks of [64, 64]; offsets_ptr int32 [S + 1]; token_ptr int32 [R], a token at most once in a slot;
+#   counters_ptr int32 [NUM_COUNTERS], zero; h_ptr [R, F], y_ptr [R, D]
+#   grid (multiprocessors,): a program takes pieces while there are any, see the header. fp32 accumulation, h and y cast
+#   once. Rows of no slot are neither read nor written; D and F are filled up with zeros.
+
+
+# Sizes of the batch are not specialised on: a kernel compiled in the middle of a run would stall it.
+@gluon.jit(do_not_specialize=["num_tokens", "num_slots"])
+def experts_few_kernel(
+    x_ptr,
+    w13_desc,
+    w2_desc,
+    offsets_ptr,
+    token_ptr,
+    counters_ptr,
+    h_ptr,
+    y_ptr,
+    num_tokens,
+    num_slots,
+    num_hidden,
+    num_columns,
+    stride_x8,
+    GROUPS: gl.constexpr,
+    STAGES: gl.constexpr,
+    AHEAD: gl.constexpr,
+    BLOCK_S: gl.constexpr,
+    BLOCK_D: gl.constexpr,
+    BLOCK_F: gl.constexpr,
+    PDL: gl.constexpr,
+):
+    dtype: gl.constexpr = w13_desc.dtype
+    SWIZZLED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[1, 0])
+    # Every piece takes a stage at least: so many turns later its note has been read.
+    PLACES: gl.constexpr = STAGES + 2 * GROUPS
+    # Room behind the last stage, for the rows that the tensor core reads in vain.
+    ws = gl.allocate_shared_memory(dtype, [STAGES * BOXES + 2, 16, 64], SWIZZLED)
+    xs = gl.allocate_shared_memory(dtype, [8, BLOCK_D], SWIZZLED)
+    hs = gl.allocate_shared_memory(dtype, [GROUPS, 8, BLOCK_F], SWIZZLED)
+    swaps = gl.allocate_shared_memory(gl.float32, [GROUPS, 64, 8], PLAIN)
+    notes = gl.allocate_shared_memory(gl.int32, [PLACES, 32], gl.SwizzledSharedLayout(1, 1, 1, order=[0]))
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    noted = gl.allocate_shared_memory(gl.int64, [PLACES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=1)
+    for i in gl.static_range(PLACES):
+        mbarrier.init(noted.index(i), count=1)
+    fence_async_shared()
+    sizes = (num_slots, num_hidden, num_columns)
+    ring, board = (ws, full, empty), (notes, noted)
+    rows = (x_ptr, token_ptr, h_ptr, y_ptr, num_tokens, stride_x8, xs, hs, swaps)
+    weights = (w13_desc, w2_desc, offsets_ptr)
+    # fmt: off
+    if GROUPS == 1:
+        gl.warp_specialize(
+            [
+                (multiply, (rows, counters_ptr, sizes, ring, board, GROUPS, STAGES, PLACES, PDL, 0)),
+                (feed, (weights, counters_ptr, sizes, ring, board, GROUPS, STAGES, AHEAD, PLACES, BLOCK_S, PDL)),
+            ],
+            [1], [64],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (multiply, (rows, counters_ptr, sizes, ring, board, GROUPS, STAGES, PLACES, PDL, 0)),
+                (multiply, (rows, counters_ptr, sizes, ring, board, GROUPS, STAGES, PLACES, PDL, 1)),
+                (feed, (weights, counters_ptr, sizes, ring, board, GROUPS, STAGES, AHEAD, PLACES, BLOCK_S, PDL)),
+            ],
+            [4, 1], [120, 64],
+        )
+    # fmt: on
+
+
+def num_groups(num_tokens: int) -> int:
+    """Of four warps that multiply, piece by piece in turn."""
+    return 1 if num_tokens == 1 else 2
+
+
+def num_stages(width: int, num_hidden: int, groups: int) -> int:
+    """Of 16 KiB: as many as fit beside the rows of x, and those of h that each group has.
+
+    >>> num_stages(2048, 768, 2), num_stages(2048, 1408, 1), num_stages(4096, 14336, 1)
+    (9, 9, -7)
+    """
+    rows = 16 * (_block_d(width) + groups * _block_f(num_hidden))
+    return min(_MOST_STAGES, (_SHARED_BYTES - rows) // STAGE_BYTES.value)
+
+
+def _block_d(width: int) -> int:
+    return max(256, next_power_of_2(width))
+
+
+def _block_f(num_hidden: int) -> int:
+    return max(128, next_power_of_2(num_hidden))
+
+
+def serves_few_tokens(
+    x_TD: Tensor, w13_S2FD: Tensor, w2_SDF: Tensor, offsets_S1: Tensor, token_R: Tensor, num_rows: int
+) -> bool:
+    """Whether this kernel takes these operands: gathered rows of few tokens, of 16 bits, on Hopper, and eight rows of x
+    or h fit into shared memory beside the weights."""
+    return (
+        0 < x_TD.shape[0] <= FEW_TOKENS
+        and device_generation(x_TD) == 9
+        and 0 < min(num_rows, w2_SDF.shape[0]) <= _MOST_SLOTS
+        and x_TD.dtype == w2_SDF.dtype
+        and x_TD.dtype in (torch.bfloat16, torch.float16)
+        and slot_step(offsets_S1) == 1
+        and num_stages(*w2_SDF.shape[1:], num_groups(x_TD.shape[0])) >= _FEWEST_STAGES
+        and tma_serves(x_TD, w13_S2FD)
+        and tma_serves(x_TD, w2_SDF)
+    )
+
+
+def experts_few(
+    x_TD: Tensor,
+    w13_S2FD: Tensor,
+    w2_SDF: Tensor,
+    offsets_S1: Tensor,
+    token_R: Tensor,
+    num_rows: int,
+    counters: Tensor,
+) -> Tensor:
+    """y_RD: `grouped_gemm` with w2 of `grouped_gemm_swiglu` with w13 of the rows x[token], where `serves_few_tokens`.
+    Unlike there, a token comes at most once in a slot. `counters`, zeros, are used up: they serve one launch."""
+    (num_tokens, width), (num_slots, _, num_hidden) = x_TD.shape, w2_SDF.shape
+    groups = num_groups(num_tokens)
+    h_RF, y_RD = x_TD.new_empty(num_rows, num_hidden), x_TD.new_empty(num_rows, width)
+    layout = gl.NVMMASharedLayout(128, 16, 2)  # as the tensor core reads it
+    w13, w2 = w13_S2FD.view(-1, width), w2_SDF.view(-1, num_hidden)
+    experts_few_kernel[(num_multiprocessors(x_TD.device),)](
+        x_TD,
+        TensorDescriptor(w13, list(w13.shape), list(w13.stride()), [16, 64], layout),
+        TensorDescriptor(w2, list(w2.shape), list(w2.stride()), [64, 64], layout),
+        offsets_S1,
+        token_R,
+        counters,
+        h_RF,
+        y_RD,
+        num_tokens,
+        num_slots,
+        num_hidden,
+        width,
+        x_TD.stride(0) // 8,
+        GROUPS=groups,
+        STAGES=num_stages(width, num_hidden, groups),
+        AHEAD=_AHEAD,
+        BLOCK_S=max(32, next_power_of_2(num_slots)),
+        BLOCK_D=_block_d(width),
+        BLOCK_F=_block_f(num_hidden),
+        num_warps=4,
+        maxnreg=96 if groups == 1 else 120,  # room for programs of the launches before and after beside this one's
+        **dependent_launch(x_TD),
+    )
+    return y_RD

@@ -1,0 +1,159 @@
+"""What multiplies in the launch of experts_few.py: groups of four warps, which take the noted pieces in turn. No
+launcher.
+
+Knows slots, pieces and the ring that experts_few_feed.py fills; asks for no weights. All rows of x lie in shared
+memory, as the eight columns of the tensor core's smallest tile, and are multiplied with every piece of a first product:
+sums that are no row of the slot are not written. Rows of h come there when their slot's first product is done.
+"""
+
+# pyright: reportCallIssue=false, reportArgumentType=false, reportAssignmentType=false
+# pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from kernels.experts_few_feed import BOXES, COLUMNS
+
+_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # its name until Triton 3.6
+
+_DONE, _APART = gl.constexpr(8), gl.constexpr(8)
+"""Places among the counters: pieces taken lie at 0, then each slot's finished pieces of the first product, a sector (32
+bytes) apart."""
+
+
+@gluon.jit
+def _pick(values, lane, which: gl.constexpr):
+    return gl.sum(gl.where(lane == which, values, 0), axis=0)
+
+
+@gluon.jit
+def _sweep(step, width, x_chunks, ring, CHUNKS: gl.constexpr, STAGES: gl.constexpr):
+    """64 rows of weights, or fewer and what lies behind them, by 8 of x. CHUNKS of 64 columns a stage."""
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 16])
+    SWIZZLED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    ws, full, empty = ring
+    acc = gl.zeros([64, 8], gl.float32, SUMS)
+    for first in range(0, width, CHUNKS * 64):
+        stage = step % STAGES
+        mbarrier.wait(full.index(stage), step // STAGES & 1)
+        for c in gl.static_range(CHUNKS):
+            w = ws.index(stage * BOXES + c * (BOXES // CHUNKS))._reinterpret(ws.dtype, [64, 64], SWIZZLED)
+            x = x_chunks.index(first // 64 + c).permute((1, 0))
+            acc = warpgroup_mma(w, x, acc, is_async=True)
+        # This stage's products are under way; the stage of those before them is free.
+        acc = warpgroup_mma_wait(CHUNKS, deps=[acc])
+        mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1, pred=first > 0)
+        step += 1
+    acc = warpgroup_mma_wait(0, deps=[acc])
+    mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1)
+    return acc
+
+
+@gluon.jit
+def _copy_rows(ptr, stride8, row, there, width, xs):
+    """Eight rows to shared memory, zero where they are not there and behind their end."""
+    COPY: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [1, 4], [1, 0])
+    k = gl.arange(0, xs.shape[1], gl.SliceLayout(0, COPY))[None, :]
+    # Groups of 8 values, 16 bytes, are what one copy moves: spelt out, for the compiler to see it of any width.
+    mask = there[:, None] & (k // 8 < width // 8)
+    async_copy.async_copy_global_to_shared(xs, ptr + row[:, None] * stride8 * 8 + k, mask=mask)
+    async_copy.commit_group()
+    async_copy.wait_group(0)
+    fence_async_shared()
+    _barrier()
+
+
+@gluon.jit
+def _first(step, place, token_ptr, h_ptr, sizes, x_chunks, swap, ring, STAGES: gl.constexpr):
+    """16 columns of h for the rows of a slot. `place` is (column, first row, end)."""
+    OUT: gl.constexpr = gl.BlockedLayout([1, 1], [16, 2], [1, 4], [0, 1])
+    column, start, end = place
+    _, num_hidden, num_columns = sizes
+    tokens = ()
+    for j in gl.static_range(8):
+        tokens += (gl.load(token_ptr + start + j, mask=start + j < end, other=-1),)
+    acc = _sweep(step, num_columns, x_chunks, ring, 4, STAGES)
+    # Gate and up of a column were summed by different warps.
+    swap.store(acc)
+    _barrier()
+    gate, up = swap.slice(0, 16).load(OUT), swap.slice(16, 16).load(OUT)
+    h = (gate / (1.0 + gl.exp(-gate)) * up).to(h_ptr.dtype.element_ty)
+    # All tokens were multiplied, in their order; the row of each with this slot, if it has one:
+    t = gl.arange(0, 8, gl.SliceLayout(0, OUT))
+    row = t * 0 - 1
+    for j in gl.static_range(8):
+        row = gl.where(t == tokens[j], start + j, row)
+    n = column + gl.arange(0, 16, gl.SliceLayout(1, OUT))
+    mask = (row >= 0)[None, :] & (n < num_hidden)[:, None]
+    gl.store(h_ptr + row[None, :] * num_hidden + n[:, None], h, mask=mask)
+
+
+@gluon.jit
+def _second(step, place, y_ptr, sizes, h_chunks, ring, STAGES: gl.constexpr):
+    """64 columns of y for the rows of a slot."""
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 16])
+    column, start, end = place
+    _, num_hidden, num_columns = sizes
+    acc = _sweep(step, num_hidden, h_chunks, ring, 2, STAGES)
+    n = column + gl.arange(0, 64, gl.SliceLayout(1, SUMS))[:, None]
+    row = start + gl.arange(0, 8, gl.SliceLayout(0, SUMS))[None, :]
+    gl.store(y_ptr + row * num_columns + n, acc.to(y_ptr.dtype.element_ty), mask=(row < end) & (n < num_columns))
+
+
+@gluon.jit
+def multiply(
+    rows, counters_ptr, sizes, ring, board,
+    GROUPS: gl.constexpr, STAGES: gl.constexpr, PLACES: gl.constexpr, PDL: gl.constexpr, GROUP: gl.constexpr,
+):  # fmt: skip
+    """Multiplies the noted pieces in their order, all groups in turn."""
+    COPY: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [1, 4], [1, 0])
+    LANES: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    SWIZZLED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    x_ptr, token_ptr, h_ptr, y_ptr, num_tokens, stride_x8, xs, all_hs, swaps = rows
+    hs, swap = all_hs.index(GROUP), swaps.index(GROUP)
+    x_chunks = xs._reinterpret(xs.dtype, [xs.shape[1] // 64, 8, 64], SWIZZLED)
+    h_chunks = hs._reinterpret(xs.dtype, [hs.shape[1] // 64, 8, 64], SWIZZLED)
+    _, num_hidden, num_columns = sizes
+    notes, noted = board
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    m = gl.arange(0, 8, gl.SliceLayout(1, COPY))
+    # Each group copies all rows: so it waits for none but its own threads.
+    _copy_rows(x_ptr, stride_x8, m, m < num_tokens, num_columns, xs)
+    lane = gl.arange(0, 32, layout=LANES)
+    per_first = (num_hidden + COLUMNS - 1) // COLUMNS
+    turn, held = num_tokens * 0 + GROUP, num_tokens * 0 - 1
+    mbarrier.wait(noted.index(GROUP), 0)
+    note = notes.index(GROUP).load(LANES)
+    number = _pick(note, lane, 0) - 1
+    while number >= 0:
+        start, end = _pick(note, lane, 2), _pick(note, lane, 3)
+        place, step = (_pick(note, lane, 1), start, end), _pick(note, lane, 5)
+        done_ptr = counters_ptr + _DONE + number * _APART
+        if _pick(note, lane, 4) == 0:
+            _first(step, place, token_ptr, h_ptr, sizes, x_chunks, swap, ring, STAGES)
+            # All threads have written when the piece is counted.
+            _barrier()
+            gl.atomic_add(done_ptr, 1, sem="release")
+        else:
+            if number != held:
+                while gl.atomic_add(done_ptr, 0, sem="acquire") < per_first:
+                    pass
+                held, row = number, start + m
+                _copy_rows(h_ptr, num_hidden // 8, row, row < end, num_hidden, hs)
+            _second(step, place, y_ptr, sizes, h_chunks, ring, STAGES)
+        turn += GROUPS
+        mbarrier.wait(noted.index(turn % PLACES), turn // PLACES & 1)
+        note = notes.index(turn % PLACES).load(LANES)
+        number = _pick(note, lane, 0) - 1
