@@ -277,14 +277,17 @@ def file_to_write(name: str, value: str) -> Path:
     """The file that the key `name` names, for something that is written at the end of much work. ValueError where it
     could not be, as far as can be told before."""
     path = Path(value)
-    folder = path.parent
+    folder = Path(os.path.realpath(path)).parent
     # Not Path's methods: they raise where the system refuses the very question.
     if not os.path.isdir(folder):
         raise ValueError(f"{name}={value} cannot be written: there is no folder {folder}; make it first.")
     if os.path.isdir(path):
         raise ValueError(f"{name}={value} cannot be written: it is a folder; give the name of a file.")
-    if not os.access(path if os.path.exists(path) else folder, os.W_OK):
+    if os.path.exists(path) and not os.access(path, os.W_OK):
         raise ValueError(f"{name}={value} cannot be written: it is closed to this user; give another.")
+    # A file is put in its place whole (moe/engine/whole_file.py), which is a right of the folder; a device is not.
+    if (os.path.isfile(path) or not os.path.exists(path)) and not os.access(folder, os.W_OK | os.X_OK):
+        raise ValueError(f"{name}={value} cannot be written: {folder} is closed to this user; give another folder.")
     return path
 
 

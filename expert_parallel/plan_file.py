@@ -1,4 +1,4 @@
-"""Placements of all layers in a file: written by a profiling run, loaded and kept by another (`balance.plan=FILE`).
+"""Placements of all layers as a file: made by a profiling run, loaded and kept by another (`balance.plan=FILE`).
 
 Knows JSON and placements. The file carries the shape of the model that it was made for; another model's is refused.
 
@@ -11,7 +11,6 @@ Knows JSON and placements. The file carries the shape of the model that it was m
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -35,8 +34,8 @@ class ModelShape:
         return asdict(self) | {"sparse_layers": list(self.sparse_layers)}
 
 
-def save_plan(path: Path, model: ModelShape, placements: Mapping[int, Placement], source: str) -> None:
-    """Write the placements of the sparse layers, by layer index. A reader sees the old file or the new one, no half."""
+def plan_text(model: ModelShape, placements: Mapping[int, Placement], source: str) -> str:
+    """The file's content: the placements of the sparse layers, by layer index."""
     assert tuple(sorted(placements)) == model.sparse_layers, (
         f"placements of layers {sorted(placements)}, sparse layers are {model.sparse_layers}"
     )
@@ -52,9 +51,7 @@ def save_plan(path: Path, model: ModelShape, placements: Mapping[int, Placement]
         f'  "{layer}": {json.dumps([list(slots) for slots in placements[layer].ranks])}'
         for layer in model.sparse_layers
     )
-    part = path.with_name(path.name + ".part")
-    part.write_text(f'{json.dumps(head)[:-1]},\n "layers": {{\n{layers}\n }}\n}}\n', encoding="utf-8")
-    os.replace(part, path)
+    return f'{json.dumps(head)[:-1]},\n "layers": {{\n{layers}\n }}\n}}\n'
 
 
 def load_plan(path: Path, model: ModelShape, num_ranks: int) -> dict[int, Placement]:

@@ -30,10 +30,10 @@ from launch.command_line import compose_config, parse
 from launch.console import set_up_logging
 from launch.figure import ROOT
 from launch.machine import device_name, git_commit
-from launch.result_file import write_whole
 from launch.words import asks_for_help, output_file, own_words, positive, positives, refuse, split_list
 from moe.engine.engine import Engine
 from moe.engine.request import Request, SamplingParams
+from moe.engine.whole_file import write_whole
 
 DEFAULTS = ("load_format=dummy", "cache.prefix_caching=false", "engine.max_model_len=8192")
 OWN_KEYS = ("model", "batch", "prefill", "commit", "result")

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from moe.batch.page import render_page
-from moe.batch.report_files import METRICS, PAGE, replace_file
+from moe.batch.report_files import METRICS, PAGE
+from moe.engine.whole_file import write_whole
 
 OK, FAULT, USAGE = 0, 1, 2
 
@@ -29,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         source /= METRICS
     page = source.with_name(PAGE)
     try:
-        replace_file(page, render_page(read_metrics(source)))
+        write_whole(page, render_page(read_metrics(source)))
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return USAGE

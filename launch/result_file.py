@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,6 +18,7 @@ import torch
 from launch.figure import Figure, short
 from launch.machine import clocks, machine_record
 from launch.roofline import Ceilings, measure_ceilings
+from moe.engine.whole_file import write_whole
 
 logger = logging.getLogger("launch.bench")
 
@@ -54,10 +54,3 @@ def write_record(record: dict[str, Any], figures: Sequence[Figure], path: Path |
     record["clocks"]["after"] = clocks()
     whole = record | {"complete": complete, "figures": [figure.as_dict() for figure in figures]}
     write_whole(path, json.dumps(whole, indent=1) + "\n")
-
-
-def write_whole(path: Path, text: str) -> None:
-    """The file as it was stays until the new one is written."""
-    part = path.with_name(path.name + ".part")
-    part.write_text(text, encoding="utf-8")
-    os.replace(part, path)

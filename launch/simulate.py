@@ -40,6 +40,7 @@ from launch.words import (
     refuse,
     split_list,
 )
+from moe.engine.whole_file import write_whole
 from router.load_window import read_load
 from router.synthetic import skewed_routing
 
@@ -121,7 +122,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Console(width=200).print(outcome_table(outcomes, links))
     if result is not None:
         record = {"command": ["python", "-m", "launch.simulate", *words]} | outcome_record(outcomes, links)
-        result.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        write_whole(result, json.dumps(record, indent=1) + "\n")
         print(f"result: {result}")
     if picture is not None:
         draw_points([_point(*pair) for pair in zip(outcomes, links, strict=True)], picture)

@@ -25,6 +25,7 @@ from kernels.tiles import (
 )
 from launch.bench_layer import LayerShape, layer_shape
 from launch.figure import short
+from moe.engine.whole_file import write_whole
 
 Product = Literal["gemm1", "gemm2"]  # gate and up with SwiGLU; down
 SHARED_BYTES = 227 << 10  # of one program on a Hopper card
@@ -162,7 +163,7 @@ def write_table(device_name: str, outcomes: Sequence[Outcome]) -> str:
         for operation, by_rows in sorted(table.items())
     }
     path.parent.mkdir(exist_ok=True)
-    path.write_text(json.dumps(text, indent=1) + "\n", encoding="utf-8")
+    write_whole(path, json.dumps(text, indent=1) + "\n")
     return str(path)
 
 

@@ -42,6 +42,7 @@ from launch.tile_trials import (
     write_table,
 )
 from launch.words import number_above_zero, output_file, positives, refuse, split_list
+from moe.engine.whole_file import write_whole
 
 PRODUCTS: tuple[Product, ...] = ("gemm1", "gemm2")
 KEYS = ("shapes", "tokens", "products", "seconds", "workers", "commit", "result", "write")
@@ -216,7 +217,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print_outcomes(outcomes, console)
     if result is not None:
         whole = record | {"failed": tuner.failed, "points": [as_dict(outcome) for outcome in outcomes]}
-        result.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
+        write_whole(result, json.dumps(whole, indent=1) + "\n")
         print(f"result: {result}")
     if write == "true":
         print(f"table: {write_table(torch.cuda.get_device_name(device), outcomes)}")

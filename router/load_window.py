@@ -8,7 +8,6 @@ holds so many looks, the timeline at most TIMELINE points (every other one is dr
 from __future__ import annotations
 
 import json
-import os
 from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
@@ -85,6 +84,10 @@ class LoadWindow:
         """int64 [L, E]: rows in the window."""
         return sum((counts_LE for _, counts_LE in self._recent), np.zeros(self.shape, dtype=np.int64))
 
+    def as_text(self) -> str:
+        """The load file's content, which `read_load` reads."""
+        return json.dumps(self.as_dict(), separators=(",", ":")) + "\n"
+
     def as_dict(self) -> dict[str, Any]:
         """JSON-ready. `trace` are the looks of the window, oldest first: what `launch.simulate` plays back."""
         return {
@@ -98,12 +101,6 @@ class LoadWindow:
             "trace": [{"step": step, "counts": counts_LE.tolist()} for step, counts_LE in self._recent],
             "timeline": [list(point) for point in self.timeline],
         }
-
-    def write(self, path: Path) -> None:
-        """The load file. A reader sees the old one or the new one, no half."""
-        part = path.with_name(path.name + ".part")
-        part.write_text(json.dumps(self.as_dict(), separators=(",", ":")) + "\n", encoding="utf-8")
-        os.replace(part, path)
 
 
 @dataclass(frozen=True)

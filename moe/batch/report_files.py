@@ -15,6 +15,7 @@ from typing import Any
 
 from moe.batch.page import render_page
 from moe.batch.prometheus import prometheus_text
+from moe.engine.whole_file import write_whole
 
 PAGE, METRICS, PROMETHEUS = "report.html", "metrics.json", "metrics.prom"
 _FILE_ENDINGS = (".json", ".jsonl", ".html", ".htm", ".prom")
@@ -46,20 +47,9 @@ def check_report_folder(report: str, others: Mapping[str, Path]) -> Path:
 
 
 def write_report(folder: Path, metrics: Mapping[str, Any]) -> None:
-    """Write the three files, each in one move, so that nobody ever reads half of one. The numbers come first: where the
-    page cannot be made, it can be drawn from them later."""
+    """Write the three files, each whole. The numbers come first: where the page cannot be made, it can be drawn from
+    them later."""
     folder.mkdir(exist_ok=True)
-    replace_file(folder / METRICS, json.dumps(metrics, indent=1) + "\n")
-    replace_file(folder / PROMETHEUS, prometheus_text(metrics))
-    replace_file(folder / PAGE, render_page(metrics))
-
-
-def replace_file(path: Path, text: str) -> None:
-    """Put a text in the place of a file at once; what was there stays where that fails."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        beside.write_text(text, encoding="utf-8", errors="backslashreplace")
-        os.replace(beside, path)
-    except BaseException:
-        beside.unlink(missing_ok=True)
-        raise
+    write_whole(folder / METRICS, json.dumps(metrics, indent=1) + "\n")
+    write_whole(folder / PROMETHEUS, prometheus_text(metrics))
+    write_whole(folder / PAGE, render_page(metrics))

@@ -20,6 +20,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from moe.engine.whole_file import write_whole
+
 
 class JournalFile(NamedTuple):
     """A journal on disk; sorts by run, then rank."""
@@ -103,12 +105,7 @@ class RunFiles:
         repaired by the next run: journals go last."""
         sizes = {final.name: self.partial_of(final).stat().st_size for final in self.finals}
         content = json.dumps(asdict(Mark(fingerprint, lines, failed, sizes)), indent=1) + "\n"
-        fresh = self.partial_of(self.mark_path)
-        with fresh.open("w", encoding="utf-8") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(fresh, self.mark_path)
+        write_whole(self.mark_path, content, part=self.partial_of(self.mark_path), sync=True)
         for final in self.finals:
             os.replace(self.partial_of(final), final)
         sync_folder(self.base.parent)

@@ -26,11 +26,12 @@ from expert_parallel.balancer import SlotShape
 from expert_parallel.group import ExpertGroup, Ranks
 from expert_parallel.layout import ExpertLayout
 from expert_parallel.placement import Placement
-from expert_parallel.plan_file import save_plan
+from expert_parallel.plan_file import plan_text
 from expert_parallel.proposal import next_placements, propose
 from expert_parallel.rebalance import Bundles, ExpertMover, mover_bytes, records_within
 from moe.engine.balance_rates import MeasuredRates
 from moe.engine.network import Network
+from moe.engine.whole_file import write_whole
 from moe.model.causal_lm import CausalLM
 from moe.model.config import ModelConfig
 from moe.model.layer import MoELayer
@@ -58,6 +59,16 @@ def check_files(balance: BalanceConfig) -> None:
     for key in ("profile", "load_file"):
         if (path := getattr(balance, key)) is not None:
             file_to_write(f"balance.{key}", path)
+
+
+def _write(key: str, path: str, text: str, what: str) -> None:
+    """A disk that is full by then is a warning: the answers matter more, and other ranks go on."""
+    try:
+        write_whole(Path(path), text)
+    except OSError as error:
+        logger.warning("balance.%s=%s is not written: %s.", key, path, error.strerror or error)
+    else:
+        logger.info("%s: %s", what, path)
 
 
 def may_move(balance: BalanceConfig, num_ranks: int) -> bool:
@@ -167,9 +178,12 @@ class Balance:
         if self._profile_due:
             self._write_profile()
         if self.balance.load_file is not None and self._is_first:
-            path = Path(self.balance.load_file)
-            self.window.write(path)
-            logger.info("the experts' load of %d steps: %s", self.num_steps, path)
+            _write(
+                "load_file",
+                self.balance.load_file,
+                self.window.as_text(),
+                f"the experts' load of {self.num_steps} steps",
+            )
 
     @property
     def _is_first(self) -> bool:
@@ -252,5 +266,5 @@ class Balance:
         placements = next_placements(self.window.total_LE[layers], current, self._shape)
         if self._is_first and self.balance.profile is not None:
             source = f"{self.num_steps} steps, {int(self.window.total_LE.sum())} rows"
-            save_plan(Path(self.balance.profile), model_shape(self.model), dict(zip(layers, placements)), source)
-            logger.info("placements for the load of %s: %s", source, self.balance.profile)
+            text = plan_text(model_shape(self.model), dict(zip(layers, placements)), source)
+            _write("profile", self.balance.profile, text, f"placements for the load of {source}")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from moe.batch.report_files import check_report_folder, replace_file
+from moe.batch.report_files import check_report_folder
 
 
 def test_a_folder_that_is_there_or_can_be_made(tmp_path: Path) -> None:
@@ -45,9 +45,3 @@ def test_a_folder_without_the_right_to_write(tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
     with pytest.raises(ValueError, match="cannot be written to"):
         check_report_folder(str(tmp_path / "report"), {})
-
-
-def test_text_that_utf8_lacks_is_written_all_the_same(tmp_path: Path) -> None:
-    replace_file(tmp_path / "page", "half \ud800 pair")
-    assert (tmp_path / "page").read_text("utf-8") == "half \\ud800 pair"
-    assert [path.name for path in tmp_path.iterdir()] == ["page"]

@@ -186,6 +186,21 @@ def test_C46_loads_add_up_and_a_profile_becomes_a_plan(tmp_path: Path) -> None:
     assert counts[0][1:].sum(axis=1).tolist() == [num_tokens * 4] * 4
 
 
+def test_a_file_that_cannot_be_written_at_the_end_is_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its folder was there when the run began; the answers are given all the same."""
+    folder = tmp_path / "loads"
+    folder.mkdir()
+    one = config("demo", None, load_file=str(folder / "load.json"))
+    with LLM(config=one) as llm:
+        assert len(llm.generate(["And"], SamplingParams(max_tokens=2, temperature=0))) == 1
+        folder.rmdir()
+        with caplog.at_level("WARNING"):
+            llm.close()
+    assert caplog.messages == [f"balance.load_file={folder}/load.json is not written: No such file or directory."]
+
+
 def fails(rank: int, num_ranks: int, port: int) -> str:
     as_torchrun(rank, num_ranks, port)
     llm = LLM(config=config("demo", None, **EVERY_5))

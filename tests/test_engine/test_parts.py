@@ -128,10 +128,14 @@ def test_files_that_cannot_be_written_later_are_refused_before_the_weights(
         load(tmp_path / "none" / "x.json")
     with pytest.raises(ValueError, match=rf"balance\.{key}=.* is a folder; give the name of a file"):
         load(tmp_path)
-    monkeypatch.setattr(os, "access", lambda *_: False)
-    with pytest.raises(ValueError, match=rf"balance\.{key}=.*/x\.json cannot be written: .* is closed to this user"):
-        load(tmp_path / "x.json")
-    monkeypatch.undo()
+    (tmp_path / "old.json").touch()
+    for closed, name, what in ((tmp_path, "x.json", tmp_path), (tmp_path / "old.json", "old.json", "it")):
+        monkeypatch.setattr(os, "access", lambda path, *_, closed=closed: Path(path) != closed)
+        with pytest.raises(
+            ValueError, match=rf"balance\.{key}=.*/{name} cannot be written: {what} is closed to this user"
+        ):
+            load(tmp_path / name)
+        monkeypatch.undo()
     assert not no_weights
 
 

@@ -19,7 +19,7 @@ def test_a_picture_of_a_run(tmp_path: Path) -> None:
     load = LoadWindow(3, 4, window=2)
     load.push(5, [[0, 0, 0, 0], [8, 0, 0, 0], [1, 1, 1, 1]])
     load.push(10, [[0, 0, 0, 0], [8, 0, 4, 4], [3, 3, 3, 3]], rank_loads_LN=[[0, 0], [4, 4], [4, 4]])
-    load.write(tmp_path / "load.json")
+    (tmp_path / "load.json").write_text(load.as_text())
     drawn = relative_load(read_load(tmp_path / "load.json"))
     assert drawn.tolist() == [[2, 0, 1, 1], [1, 1, 1, 1]]
     assert load_picture.main([str(tmp_path / "load.svg"), str(tmp_path / "load.json")]) == 0
@@ -29,7 +29,7 @@ def test_a_picture_of_a_run(tmp_path: Path) -> None:
 
 
 def test_nothing_to_draw(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    LoadWindow(1, 2, window=1).write(tmp_path / "empty.json")
+    (tmp_path / "empty.json").write_text(LoadWindow(1, 2, window=1).as_text())
     for words, text in (
         ([str(tmp_path / "x.png"), str(tmp_path / "empty.json")], "holds no rows"),
         ([str(tmp_path / "x.png"), str(tmp_path / "none.json")], "cannot be read"),
@@ -44,7 +44,7 @@ def test_nothing_to_draw(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
 def test_a_picture_needs_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     load = LoadWindow(1, 2, window=1)
     load.push(1, np.ones((1, 2)))
-    load.write(tmp_path / "load.json")
+    (tmp_path / "load.json").write_text(load.as_text())
     monkeypatch.setattr("launch.canvas.Canvas", None)
     with pytest.raises(ValueError, match="a picture needs matplotlib"):
         load_picture.draw_load(read_load(tmp_path / "load.json"), tmp_path / "x.png")

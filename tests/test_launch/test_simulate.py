@@ -52,14 +52,14 @@ def test_a_load_file_is_played(tmp_path: Path, capsys: pytest.CaptureFixture[str
     for look in range(1, 4):
         load.push(look, np.array([[0, 0, 0, 0], [6, 6, 1, 1]]) * look)
     path, result = tmp_path / "load.json", tmp_path / "r.json"
-    load.write(path)
+    path.write_text(load.as_text())
     words = [f"load={path}", "top_k=1", "ranks=2", "redundant=0", "policies=global,static", f"result={result}"]
     assert simulate.main(words) == 0
     static, eplb = json.loads(result.read_text())["outcomes"]
     assert static["balancedness"] == pytest.approx(7 / 12, abs=1e-5) and eplb["balancedness"] == 1.0
     short = LoadWindow(2, 4, window=4)
     short.push(1, np.ones((2, 4)))
-    short.write(path)
+    path.write_text(short.as_text())
     assert simulate.main(words) == 2
     assert "holds 1 looks, the trace needs two" in capsys.readouterr().err
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from configs.schema import BalanceConfig, ParallelConfig
 from expert_parallel.group import ExpertGroup
 from expert_parallel.placement import Placement
-from expert_parallel.plan_file import save_plan
+from expert_parallel.plan_file import plan_text
 from moe.model.causal_lm import CausalLM
 from moe.model.families.registry import read_config
 from moe.model.load_model import Spread, first_placements, load_model, model_shape
@@ -63,7 +63,7 @@ def plan_of(num_ranks: int) -> dict[int, Placement]:
 def test_C28_every_slot_holds_the_expert_that_its_layer_says(num_ranks: int, tmp_path: Path) -> None:
     """By rank within the group, from a checkpoint and from a seed, in order with replicas and by a plan."""
     write_variant(tmp_path, "deepseek_v3")
-    save_plan(tmp_path / "plan.json", model_shape(read_config(tmp_path)), plan_of(num_ranks), "a test")
+    (tmp_path / "plan.json").write_text(plan_text(model_shape(read_config(tmp_path)), plan_of(num_ranks), "a test"))
     for load_format, balance in (
         ("auto", BalanceConfig(redundant_experts=3 if num_ranks > 1 else 0)),
         ("auto", BalanceConfig(plan=str(tmp_path / "plan.json"))),
@@ -91,12 +91,12 @@ class OthersDiffer(OneOfGroup):
 def test_ranks_with_different_plans_and_too_many_replicas_are_refused(tmp_path: Path) -> None:
     write_variant(tmp_path, "deepseek_v3")
     config, plan = read_config(tmp_path), plan_of(2)
-    save_plan(tmp_path / "a.json", model_shape(config), plan, "a test")
+    (tmp_path / "a.json").write_text(plan_text(model_shape(config), plan, "a test"))
     with pytest.raises(ValueError, match=r"balance.plan=.*json is another file on some ranks; give all the same"):
         load(tmp_path, share(0, 2, BalanceConfig(plan=str(tmp_path / "a.json")), OthersDiffer))
     with pytest.raises(ValueError, match=r"redundant_experts=9 exceeds 8, with which each of the 2 ranks could hold"):
         first_placements(config, BalanceConfig(redundant_experts=9), 2)
     uneven = replace(plan[2], ranks=(plan[2].ranks[0][:-1], (*plan[2].ranks[1], 5)))
-    save_plan(tmp_path / "c.json", model_shape(config), {1: plan[1], 2: uneven}, "a test")
+    (tmp_path / "c.json").write_text(plan_text(model_shape(config), {1: plan[1], 2: uneven}, "a test"))
     with pytest.raises(ValueError, match="gives ranks other numbers of slots in one layer than in another"):
         first_placements(config, BalanceConfig(plan=str(tmp_path / "c.json")), 2)
