@@ -29,25 +29,26 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from kernels.checks import next_power_of_2
 from kernels.dependent_launch import dependent_launch
-from kernels.experts_few_feed import BOXES, STAGE_BYTES, feed
+from kernels.experts_few_feed import BOXES, GROUPS, STAGE_BYTES, feed
 from kernels.experts_few_multiply import multiply
 from kernels.grouped_gemm_tma import tma_serves
 from kernels.row_tiles import slot_step
 from kernels.tiles import device_generation, num_multiprocessors
 
 FEW_TOKENS = 8
-"""At most: the columns of the tensor core's smallest tile."""
+"""At most: the columns of the tensor core's smallest tile. Measured on an H200, us a layer in graphs, two launches /
+this one: qwen3 1 row 49.7 / 47.9, 2 rows 69.4 / 63.7, 4 rows 98.4 / 94.1, 8 rows 148.4 / 144.8; dsv2-lite 1 row 69.0 /
+67.7, 4 rows 118.4 / 117.7, 8 rows 162.4 / 161.7."""
 
 _MOST_STAGES, _FEWEST_STAGES = 11, 7
-
-_AHEAD = 4
-"""Stages of a program that are on their way at most."""
+"""Seven are dsv2-lite's, fewer have not been measured."""
 
 _MOST_SLOTS = 64
 """With rows at once: each has a counter."""
 
 _SHARED_BYTES = 218 << 10
 """Of a program: all of a multiprocessor's but what its barriers and exchanged sums take."""
+
 
 # y[r] = w2[s] h[r], h[r] = silu(gate x) * (up x) with w13[s] of x[token[r]], s the slot whose rows hold r
 #   x_ptr [T, D], T at most 8, rows strided by groups of 8 values; w13_desc [S * 2F, D] in blocks of [16, 64], w2_desc
@@ -73,9 +74,7 @@ def experts_few_kernel(
     num_hidden,
     num_columns,
     stride_x8,
-    GROUPS: gl.constexpr,
     STAGES: gl.constexpr,
-    AHEAD: gl.constexpr,
     BLOCK_S: gl.constexpr,
     BLOCK_D: gl.constexpr,
     BLOCK_F: gl.constexpr,
@@ -105,39 +104,24 @@ def experts_few_kernel(
     ring, board = (ws, full, empty), (notes, noted)
     rows = (x_ptr, token_ptr, h_ptr, y_ptr, num_tokens, stride_x8, xs, hs, swaps)
     weights = (w13_desc, w2_desc, offsets_ptr)
-    # fmt: off
-    if GROUPS == 1:
-        gl.warp_specialize(
-            [
-                (multiply, (rows, counters_ptr, sizes, ring, board, GROUPS, STAGES, PLACES, PDL, 0)),
-                (feed, (weights, counters_ptr, sizes, ring, board, GROUPS, STAGES, AHEAD, PLACES, BLOCK_S, PDL)),
-            ],
-            [1], [64],
-        )
-    else:
-        gl.warp_specialize(
-            [
-                (multiply, (rows, counters_ptr, sizes, ring, board, GROUPS, STAGES, PLACES, PDL, 0)),
-                (multiply, (rows, counters_ptr, sizes, ring, board, GROUPS, STAGES, PLACES, PDL, 1)),
-                (feed, (weights, counters_ptr, sizes, ring, board, GROUPS, STAGES, AHEAD, PLACES, BLOCK_S, PDL)),
-            ],
-            [4, 1], [120, 64],
-        )
-    # fmt: on
+    gl.warp_specialize(
+        [
+            (multiply, (rows, counters_ptr, sizes, ring, board, STAGES, PLACES, PDL, 0)),
+            (multiply, (rows, counters_ptr, sizes, ring, board, STAGES, PLACES, PDL, 1)),
+            (feed, (weights, counters_ptr, sizes, ring, board, STAGES, PLACES, BLOCK_S, PDL)),
+        ],
+        [4, 1],
+        [120, 64],
+    )
 
 
-def num_groups(num_tokens: int) -> int:
-    """Of four warps that multiply, piece by piece in turn."""
-    return 1 if num_tokens == 1 else 2
-
-
-def num_stages(width: int, num_hidden: int, groups: int) -> int:
+def num_stages(width: int, num_hidden: int) -> int:
     """Of 16 KiB: as many as fit beside the rows of x, and those of h that each group has.
 
-    >>> num_stages(2048, 768, 2), num_stages(2048, 1408, 1), num_stages(4096, 14336, 1)
-    (9, 9, -7)
+    >>> num_stages(2048, 768), num_stages(2048, 1408), num_stages(4096, 14336)
+    (9, 7, -23)
     """
-    rows = 16 * (_block_d(width) + groups * _block_f(num_hidden))
+    rows = 16 * (_block_d(width) + GROUPS.value * _block_f(num_hidden))
     return min(_MOST_STAGES, (_SHARED_BYTES - rows) // STAGE_BYTES.value)
 
 
@@ -161,7 +145,7 @@ def serves_few_tokens(
         and x_TD.dtype == w2_SDF.dtype
         and x_TD.dtype in (torch.bfloat16, torch.float16)
         and slot_step(offsets_S1) == 1
-        and num_stages(*w2_SDF.shape[1:], num_groups(x_TD.shape[0])) >= _FEWEST_STAGES
+        and num_stages(*w2_SDF.shape[1:]) >= _FEWEST_STAGES
         and tma_serves(x_TD, w13_S2FD)
         and tma_serves(x_TD, w2_SDF)
     )
@@ -179,7 +163,6 @@ def experts_few(
     """y_RD: `grouped_gemm` with w2 of `grouped_gemm_swiglu` with w13 of the rows x[token], where `serves_few_tokens`.
     Unlike there, a token comes at most once in a slot. `counters`, zeros, are used up: they serve one launch."""
     (num_tokens, width), (num_slots, _, num_hidden) = x_TD.shape, w2_SDF.shape
-    groups = num_groups(num_tokens)
     h_RF, y_RD = x_TD.new_empty(num_rows, num_hidden), x_TD.new_empty(num_rows, width)
     layout = gl.NVMMASharedLayout(128, 16, 2)  # as the tensor core reads it
     w13, w2 = w13_S2FD.view(-1, width), w2_SDF.view(-1, num_hidden)
@@ -197,14 +180,12 @@ def experts_few(
         num_hidden,
         width,
         x_TD.stride(0) // 8,
-        GROUPS=groups,
-        STAGES=num_stages(width, num_hidden, groups),
-        AHEAD=_AHEAD,
+        STAGES=num_stages(width, num_hidden),
         BLOCK_S=max(32, next_power_of_2(num_slots)),
         BLOCK_D=_block_d(width),
         BLOCK_F=_block_f(num_hidden),
         num_warps=4,
-        maxnreg=96 if groups == 1 else 120,  # room for programs of the launches before and after beside this one's
+        maxnreg=120,  # room for programs of the launches before and after beside this one's
         **dependent_launch(x_TD),
     )
     return y_RD

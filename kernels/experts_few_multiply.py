@@ -22,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kernels.experts_few_feed import BOXES, COLUMNS
+from kernels.experts_few_feed import BOXES, COLUMNS, GROUPS
 
 _barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # its name until Triton 3.6
 
@@ -113,7 +113,7 @@ def _second(step, place, y_ptr, sizes, h_chunks, ring, STAGES: gl.constexpr):
 @gluon.jit
 def multiply(
     rows, counters_ptr, sizes, ring, board,
-    GROUPS: gl.constexpr, STAGES: gl.constexpr, PLACES: gl.constexpr, PDL: gl.constexpr, GROUP: gl.constexpr,
+    STAGES: gl.constexpr, PLACES: gl.constexpr, PDL: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
     """Multiplies the noted pieces in their order, all groups in turn."""
     COPY: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [1, 4], [1, 0])
