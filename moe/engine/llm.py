@@ -144,7 +144,9 @@ class LLM:
         or a list with one for each. A prompt that cannot be answered (too long, say) gives an output with `.error` set
         and finish_reason "error"; arguments of a wrong form raise ValueError before anything runs.
 
-        Ctrl-C waits for the step that runs; its requests are gone then, and the LLM can be asked again.
+        Ctrl-C waits for the step that runs; its requests are gone then, and the LLM can be asked again. A second Ctrl-C
+        does not wait; the LLM may be in the middle of something then, and refuses further calls (RuntimeError): close
+        it and make a new one. With several ranks the first does so too, for the others have gone on.
 
         In a script that torchrun starts, every rank calls this with the same prompts, answers its share of them (every
         N-th), and gets all results; with `own_share` those of its share alone.
@@ -236,7 +238,7 @@ class LLM:
         if engine is None:
             return
         in_order = self._team is None or not self._team.closed
-        if in_order:
+        if in_order and self._shared.in_order:
             engine.conclude()
         engine.close()
         if self._team is not None:
@@ -274,7 +276,7 @@ class LLM:
         progress: bool,
         own_share: bool = False,
     ) -> list[RequestOutput]:
-        self._shared.check_open()
+        self._shared.check_in_order()
         team = self._team
         if team is not None:
             _check_same(team, prompts, params)

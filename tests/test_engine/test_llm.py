@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import itertools
 import logging
-import signal
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +15,8 @@ import torch
 
 import moe
 from configs.schema import CacheConfig, Config, EngineConfig, JobConfig, SamplingConfig
-from kv_cache.allocator import BlockAllocator
-from kv_cache.prefix_cache import PrefixCache
 from moe import LLM, CompletionOutput, RequestOutput, SamplingParams
 from moe.engine.engine import StepError
-from moe.engine.scheduler import Scheduler
 from moe.model.step_input import StepInput
 from tests.test_engine.fake_network import FakeNetwork, expected_tokens, make_parts
 
@@ -274,74 +269,6 @@ def test_a_closed_llm_says_so(folder: Path) -> None:
     for call in calls:
         with pytest.raises(RuntimeError, match="this LLM is closed"):
             call()
-
-
-PLACES = {  # where Ctrl-C comes: a class, its method, and the call of it
-    "while prompts are queued": (Scheduler, "add", 2),
-    "while waiting ones are looked through": (PrefixCache, "count", 6),
-    "while blocks are bound": (BlockAllocator, "allocate", 7),
-    "while a step is computed": (FakeNetwork, "forward", 3),
-    "while its tokens are handed out": (Scheduler, "receive", 5),
-    "while blocks are given back": (BlockAllocator, "release", 2),
-}
-
-
-@pytest.fixture
-def hears_ctrl_c() -> Iterator[None]:
-    """As in a terminal: a shell's job in the background is told to ignore it."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
-@pytest.mark.usefixtures("hears_ctrl_c")
-@pytest.mark.parametrize("place", PLACES)
-def test_an_interrupted_batch_leaves_nothing_behind(folder: Path, monkeypatch: Any, place: str) -> None:
-    """Ctrl-C anywhere: the call raises KeyboardInterrupt, its requests are gone, the next batch is answered."""
-    owner, name, number = PLACES[place]
-    calls, method = itertools.count(1), getattr(owner, name)
-
-    def interrupt(*args: Any, **keys: Any) -> Any:
-        if next(calls) == number:
-            signal.raise_signal(signal.SIGINT)
-        return method(*args, **keys)
-
-    with make(folder, num_blocks=9, block_size=8) as llm:
-        monkeypatch.setattr(owner, name, interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            llm.generate([[1] * 20, [1] * 20 + [2], [2] * 20], replace(PARAMS, n=2))
-        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-        assert llm.engine.num_unfinished == 0 and llm.engine.cache.allocator.num_used == 0
-        llm.engine.scheduler.check_idle()
-        assert llm.generate([[3]], PARAMS)[0].outputs[0].token_ids == expected_tokens([3], 6)
-
-
-@pytest.mark.usefixtures("hears_ctrl_c")
-def test_an_interrupt_leaves_other_streams_alone(folder: Path) -> None:
-    """The step it came in is ended first, so who goes on gets the same answer."""
-    steps = itertools.count()
-    network = FakeNetwork(before_forward=lambda _: signal.raise_signal(signal.SIGINT) if next(steps) == 3 else None)
-    with make(folder, network) as llm:
-        stream = llm.stream([5], PARAMS)
-        next(stream)
-        with pytest.raises(KeyboardInterrupt):
-            llm.generate([[1] * 20], PARAMS)
-        assert list(stream)[-1].outputs[0].token_ids == expected_tokens([5], 6)
-
-
-@pytest.mark.usefixtures("hears_ctrl_c")
-def test_a_second_interrupt_is_heard_at_once(folder: Path) -> None:
-    steps, ended = itertools.count(), []
-
-    def interrupt(step: StepInput) -> None:
-        if next(steps) == 2:
-            signal.raise_signal(signal.SIGINT)
-            signal.raise_signal(signal.SIGINT)
-            ended.append("the step")
-
-    with make(folder, FakeNetwork(before_forward=interrupt)) as llm, pytest.raises(KeyboardInterrupt):
-        llm.generate([[1] * 20], PARAMS)
-    assert not ended
 
 
 def test_a_failed_step_reaches_the_caller(folder: Path) -> None:
