@@ -20,33 +20,18 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.attention_decode_int4 import attention_decode_int4
-from kernels.checks import (
-    assert_dtype,
-    assert_last_contiguous,
-    assert_same_device,
-    assert_shape,
-    next_power_of_2,
-    uses_triton,
-)
+from kernels.checks import assert_dtype, assert_same_device, assert_shape, next_power_of_2, uses_triton
+from kernels.decode_cut import FEW_PROGRAMS, SPLITS, decode_tile, most_parts, takes_runs
 from kernels.dependent_launch import dependent_launch, wait_for_inputs
-from kernels.kv_int4 import Int4Scales, check_int4_caches
-from kernels.kv_quantize import UNIT, KVScales, check_kv_scales
+from kernels.kv_int4 import Int4Scales
+from kernels.kv_quantize import UNIT, KVScales
 from kernels.kv_tiles import OnlineSoftmax, gather_kv_tile, tile_product
 from kernels.new_rows import NewRows, ask_for_keys, store_new
+from kernels.paged_kv import check_paged_kv
 from kernels.rmsnorm import norm_tile
 from kernels.split_kv import SplitRule
-from kernels.split_runs import RUN, Parts, merge_next, merge_runs, most_runs, no_keys, splits_of
-from kernels.tiles import TileConfig
+from kernels.split_runs import RUN, Parts, merge_next, merge_runs, no_keys, splits_of
 from kernels.turn_heads import turn_of_columns, turned_rows
-
-# On an H200, 32 heads over 4 of 128, microseconds with splits of 128 / 256 / 512 keys: one sequence of 576 6.7 / 8.7 /
-# 13.2, 256 of 576 95 / 92 / 94, 64 of 4096 149 / 141 / 135.
-_SPLITS = SplitRule(128, few=8)
-
-_FEW_PROGRAMS = 4
-"""Up to so many kv heads of all sequences the launch takes along what comes before it. Measured on an H200, 576 keys,
-us a layer, so / with a launch for that: 4 heads (qwen3, 1 row) 52.7 / 53.6; 8 (mixtral, 1 row) 205.0 / 204.7, 16
-(qwen3, 4 rows) 102.9 / 102.3, 32 151.7 / 150.4: every split turns its queries again, on the way to its first key."""
 
 _REFERENCE_TILE = 128  # keys visited at once by the reference, at multiples of this position
 
@@ -87,23 +72,11 @@ def _check_operands(
     kv_lens_B: Tensor,
     scales: KVScales | Int4Scales | None,
 ) -> None:
-    num_sequences, num_heads, width = q_BHC.shape
-    num_blocks, page_size, num_kv_heads, _ = k_cache_NPGC.shape
-    assert num_heads % num_kv_heads == 0, f"{num_heads} query heads cannot share {num_kv_heads} kv heads"
-    stored_width = width // 2 if isinstance(scales, Int4Scales) else width
-    assert_shape("k_cache_NPGC", k_cache_NPGC, (num_blocks, page_size, num_kv_heads, stored_width))
-    assert_shape("v_cache_NPGV", v_cache_NPGV, (num_blocks, page_size, num_kv_heads, None))
-    assert_shape("block_tables_BM", block_tables_BM, (num_sequences, None))
-    assert_shape("kv_lens_B", kv_lens_B, (num_sequences,))
+    check_paged_kv(q_BHC, k_cache_NPGC, v_cache_NPGV, scales, q_BHC.shape[2])
+    assert_shape("block_tables_BM", block_tables_BM, (q_BHC.shape[0], None))
+    assert_shape("kv_lens_B", kv_lens_B, (q_BHC.shape[0],))
     for name, x in (("block_tables_BM", block_tables_BM), ("kv_lens_B", kv_lens_B)):
         assert_dtype(name, x, torch.int32)
-    for name, x in (("q_BHC", q_BHC), ("k_cache_NPGC", k_cache_NPGC), ("v_cache_NPGV", v_cache_NPGV)):
-        assert_last_contiguous(name, x)
-    if isinstance(scales, Int4Scales):
-        assert_shape("v_cache_NPGV", v_cache_NPGV, tuple(k_cache_NPGC.shape))
-        check_int4_caches(k_cache_NPGC, v_cache_NPGV, scales)
-    else:
-        check_kv_scales(k_cache_NPGC, v_cache_NPGV, scales, q_BHC.dtype)
     assert_same_device(
         q_BHC, k_cache=k_cache_NPGC, v_cache=v_cache_NPGV, block_tables_BM=block_tables_BM, kv_lens_B=kv_lens_B
     )
@@ -118,7 +91,7 @@ def stores_new(q_BHC: Tensor, num_kv_heads: int, scales: KVScales | Int4Scales |
         uses_triton(q_BHC)
         and scales is None
         and q_BHC.dtype != torch.float32
-        and 0 < num_sequences * num_kv_heads <= _FEW_PROGRAMS
+        and 0 < num_sequences * num_kv_heads <= FEW_PROGRAMS
         and width == block_c
         and rows * block_c >= num_warps * 32 * 8
     )
@@ -305,25 +278,27 @@ def attention_decode_triton(
     max_kv_len: int,
     scales: KVScales | Int4Scales | None = None,
     whole: bool | None = None,
+    rule: SplitRule = SPLITS,
     new: NewRows | None = None,
 ) -> Tensor:
     """`attention_decode` as two launches, or as one where no sequence has more than one part. `whole`: a program for
-    each run of splits, else for each split; by the rule unless given. `new`: see `attention_decode`."""
+    each run of splits, else for each split; by `takes_runs` unless given. `new`: see `attention_decode`."""
     _check_operands(q_BHC, k_cache_NPGC, v_cache_NPGV, block_tables_BM, kv_lens_B, scales)
     num_sequences, num_heads, width = q_BHC.shape
     num_kv_heads, value_width = v_cache_NPGV.shape[2:]
-    group, wide = num_heads // num_kv_heads, q_BHC.dtype == torch.float32
+    group = num_heads // num_kv_heads
     int4 = isinstance(scales, Int4Scales)
     if num_sequences == 0 or max_kv_len == 0:
         return q_BHC.new_zeros(num_sequences, num_heads, width if int4 else value_width)
     if int4:
-        operands = (q_BHC, k_cache_NPGC, v_cache_NPGV, block_tables_BM, kv_lens_B, scales, _SPLITS)
+        operands = (q_BHC, k_cache_NPGC, v_cache_NPGV, block_tables_BM, kv_lens_B, scales, rule)
         return attention_decode_int4(*operands, scale=scale, window=window, max_kv_len=max_kv_len)
     assert new is None or scales is None, "codes are stored by qk_rope_store alone"
     if whole is None:
-        whole = _whole_runs(num_sequences * num_kv_heads, max_kv_len)
-    number = (most_runs if whole else SplitRule.most)(_SPLITS, max_kv_len, window)
-    tile = _decode_tile(wide, num_sequences * num_kv_heads * (1 if whole else number), whole, max_kv_len)
+        whole = takes_runs(num_sequences * num_kv_heads, max_kv_len, rule)
+    number = most_parts(max_kv_len, window, rule, whole=whole)
+    num_programs = num_sequences * num_kv_heads * (1 if whole else number)
+    tile = decode_tile(num_programs, max_kv_len, rule, wide=q_BHC.dtype == torch.float32, whole=whole)
     out_BHV = q_BHC.new_empty(num_sequences, num_heads, value_width)
     parts = Parts.of(num_sequences, number, num_heads, value_width, q_BHC.device)
     k_NPG, v_NPG = scales[:2] if scales else (None, None)
@@ -362,8 +337,8 @@ def attention_decode_triton(
         WIDTH=width,
         VALUE_WIDTH=value_width,
         WINDOW=window,
-        SPLIT_LEN=_SPLITS.length,
-        FEW_SPLITS=_SPLITS.few,
+        SPLIT_LEN=rule.length,
+        FEW_SPLITS=rule.few,
         WHOLE=whole,
         BLOCK_H=max(16, next_power_of_2(group)),
         BLOCK_N=tile.block_n,
@@ -377,49 +352,8 @@ def attention_decode_triton(
     )
     if number > 1:
         unit = UNIT.value if scales else 1.0
-        merge_runs(parts, kv_lens_B, out_BHV, _SPLITS, window=window, unit=unit, whole=whole)
+        merge_runs(parts, kv_lens_B, out_BHV, rule, window=window, unit=unit, whole=whole)
     return out_BHV
-
-
-def decode_parts(num_sequences: int, num_kv_heads: int, max_kv_len: int, window: int = 0) -> int:
-    """Partial results that the workspace of a step has room for, of each sequence: runs of splits, or splits."""
-    whole = _whole_runs(num_sequences * num_kv_heads, max_kv_len)
-    return (most_runs if whole else SplitRule.most)(_SPLITS, max_kv_len, window)
-
-
-def _whole_runs(num_programs: int, max_kv_len: int) -> bool:
-    """Whether a program takes a run of splits, where so many would take the first runs. No bit depends on it.
-
-    On an H200, which has 132 multiprocessors, 32 heads over 4, microseconds of splits, their merge included, and of
-    runs. 576 keys each: 96 programs of a run 13.8 and 14.8, 128 17.7 and 15.4, 256 29 and 26, 512 52 and 43, 1024 94
-    and 79, 1536 137 and 119; 2000 keys: 64 25 and 45, 128 44 and 45. Under longer bounds more are needed: 4096 keys,
-    128 programs 76 and 120, 192 108 and 136 (two stages), 256 138 and 130 (four), 512 269 and 260.
-    """
-    return num_programs >= (128 if _one_run(max_kv_len) else 224)
-
-
-def _one_run(max_kv_len: int) -> bool:
-    return max_kv_len <= 2 * RUN.value * _SPLITS.length
-
-
-def _decode_tile(wide: bool, num_programs: int, whole: bool, max_kv_len: int) -> TileConfig:
-    """Keys of a tile, warps and stages, for so many programs of a split each, or of the first runs. Stages change no
-    bit, the others do.
-
-    Four stages leave room for two programs a multiprocessor, three for three, two for four. On an H200, which has 132,
-    32 heads over 4, whole runs, two, three and four stages: 128 programs of 576 keys 21.5, 14.8 and 16.3 us, 256 27.4,
-    27.1 and 25.0, 512 41.7, 49.7 and 47.7, 1024 78, 80 and 87; 256 of 4096 180, 144 and 130; 2048 of all lengths up to
-    1900 265, 255 and 257. Splits of 512 keys, two and three stages: 256 programs 23 and 26 us, 512 of them 48 and 40.
-    """
-    if wide:
-        return TileConfig(16, 32, 0, num_warps=4, num_stages=1)
-    if not whole:
-        num_stages = 2 if num_programs > 396 else 3
-    elif num_programs > 396:
-        num_stages = 2 if num_programs <= 1056 else 3
-    else:
-        num_stages = 3 if num_programs > 264 or (num_programs <= 132 and _one_run(max_kv_len)) else 4
-    return TileConfig(16, 64, 0, num_warps=4, num_stages=num_stages)
 
 
 def attention_decode_reference(

@@ -17,16 +17,11 @@ from torch import Tensor
 from kernels.attention_prefill_hopper import attention_prefill_hopper, runs_on_hopper
 from kernels.attention_prefill_int4 import attention_prefill_int4
 from kernels.attention_prefill_tiles import attention_prefill_tiles
-from kernels.checks import (
-    assert_dtype,
-    assert_last_contiguous,
-    assert_same_device,
-    assert_shape,
-    uses_triton,
-)
-from kernels.kv_int4 import Int4Scales, check_int4_caches
-from kernels.kv_quantize import KVScales, check_kv_scales
+from kernels.checks import assert_dtype, assert_same_device, assert_shape, uses_triton
+from kernels.kv_int4 import Int4Scales
+from kernels.kv_quantize import KVScales
 from kernels.kv_tiles import OnlineSoftmax, gather_kv_tile, tile_product
+from kernels.paged_kv import check_paged_kv
 from kernels.prefill_order import PIECE_ROWS, heads_of_piece
 
 _REFERENCE_QUERIES = 32  # the reference's query block, at multiples of this position
@@ -143,17 +138,13 @@ def _check_operands(
     scales: KVScales | Int4Scales | None,
     k_rest_NPR: Tensor | None = None,
 ) -> None:
-    num_heads, width = q_THC.shape[1:]
+    key_width = q_THC.shape[2]
     if k_rest_NPR is not None:
         assert_shape("k_rest_NPR", k_rest_NPR, (*k_cache_NPGC.shape[:2], None))
         assert k_rest_NPR.dtype == k_cache_NPGC.dtype, f"one key in {k_cache_NPGC.dtype} and {k_rest_NPR.dtype}"
-        width -= k_rest_NPR.shape[2]
-    num_blocks, page_size, num_kv_heads, _ = k_cache_NPGC.shape
+        key_width -= k_rest_NPR.shape[2]
+    check_paged_kv(q_THC, k_cache_NPGC, v_cache_NPGV, scales, key_width)
     num_sequences = block_tables_BM.shape[0]
-    assert num_heads % num_kv_heads == 0, f"{num_heads} query heads cannot share {num_kv_heads} kv heads"
-    stored_width = width // 2 if isinstance(scales, Int4Scales) else width
-    assert_shape("k_cache_NPGC", k_cache_NPGC, (num_blocks, page_size, num_kv_heads, stored_width))
-    assert_shape("v_cache_NPGV", v_cache_NPGV, (num_blocks, page_size, num_kv_heads, None))
     indices = {
         "block_tables_BM": (block_tables_BM, (num_sequences, None)),
         "query_starts_B1": (query_starts_B1, (num_sequences + 1,)),
@@ -164,13 +155,6 @@ def _check_operands(
     for name, (x, shape) in indices.items():
         assert_shape(name, x, shape)
         assert_dtype(name, x, torch.int32)
-    for name, x in (("q_THC", q_THC), ("k_cache_NPGC", k_cache_NPGC), ("v_cache_NPGV", v_cache_NPGV)):
-        assert_last_contiguous(name, x)
-    if isinstance(scales, Int4Scales):
-        assert_shape("v_cache_NPGV", v_cache_NPGV, tuple(k_cache_NPGC.shape))
-        check_int4_caches(k_cache_NPGC, v_cache_NPGV, scales)
-    else:
-        check_kv_scales(k_cache_NPGC, v_cache_NPGV, scales, q_THC.dtype)
     assert_same_device(
         q_THC, k_cache=k_cache_NPGC, v_cache=v_cache_NPGV, **{name: x for name, (x, _) in indices.items()}
     )

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 import torch
 
-from kernels.attention_decode import decode_parts
 from kernels.checks import cdiv
+from kernels.decode_cut import decode_parts
 from kernels.mla_decode import mla_splits
 from kernels.quantize import quantized_bytes
 from moe.engine.sampler import ROWS_AT_A_TIME

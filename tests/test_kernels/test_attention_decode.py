@@ -7,7 +7,6 @@ from functools import partial
 import pytest
 import torch
 
-import kernels.attention_decode as attention_decode_module
 from kernels.attention_decode import (
     _decode_kernel,
     attention_decode,
@@ -111,13 +110,12 @@ def test_kernel_gives_a_row_the_same_bits_in_any_company(window):
 
 
 @pytest.mark.parametrize(("window", "lens"), [(0, [0, 65, 512, 513]), (530, [580])])
-def test_bits_are_those_of_any_cut_into_programs(backend, monkeypatch, window, lens):
+def test_bits_are_those_of_any_cut_into_programs(backend, window, lens):
     """A run in one program, or its splits in many, and around each number of splits and runs."""
-    monkeypatch.setattr(attention_decode_module, "_SPLITS", SplitRule(64, few=16))
     q_BHC, cache = draw_case(64, 2, 1, 16, 16, lens, backend.dtype, backend.device)
 
     def attend(whole):
-        return run(partial(attention_decode_triton, whole=whole), q_BHC, cache, window)
+        return run(partial(attention_decode_triton, whole=whole, rule=SplitRule(64, few=16)), q_BHC, cache, window)
 
     ours = attend(False)
     assert_same_bits(attend(True), ours)
