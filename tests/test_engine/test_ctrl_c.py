@@ -31,11 +31,6 @@ REFUSED = "this LLM was interrupted before the running step was done .* close it
 pytestmark = pytest.mark.usefixtures("hears_ctrl_c")
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("tokenizer")
-
-
 @pytest.fixture
 def hears_ctrl_c() -> Iterator[None]:
     """As in a terminal: a shell's job in the background is told to ignore it."""

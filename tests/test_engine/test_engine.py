@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,33 +17,14 @@ from moe.engine.parts import Parts
 from moe.engine.request import Request, RequestOutput, SamplingParams
 from moe.engine.sequence import Sequence
 from moe.model.step_input import StepInput
-from tests.test_engine.fake_network import NAN_TOKEN, FakeNetwork, expected_tokens, make_engine, make_parts
+from tests.test_engine.fake_network import NAN_TOKEN, FakeNetwork, expected_tokens, make_parts
 
 GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("tokenizer")
 
 
 @pytest.fixture()
 def parts(folder: Path) -> Parts:
     return make_parts(folder)
-
-
-@pytest.fixture()
-def engines() -> Iterator[Any]:
-    """Makes engines and closes them."""
-    made: list[Engine] = []
-
-    def make(*args: Any, **keys: Any) -> Engine:
-        made.append(make_engine(*args, **keys))
-        return made[-1]
-
-    yield make
-    for engine in made:
-        engine.close()
 
 
 def prompt_of(length: int, seed: int = 0) -> list[int]:

@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -58,11 +57,6 @@ ENGINES = st.fixed_dictionaries(
         "force_preempt_every": st.sampled_from([0, 0, 2, 3]),
     }
 )
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("tokenizer")
 
 
 def run(folder: Path, requests: list[Any], keys: dict[str, Any]) -> tuple[dict[str, RequestOutput], Any]:

@@ -23,11 +23,6 @@ from tests.test_engine.fake_network import FakeNetwork, expected_tokens, make_pa
 PARAMS = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("tokenizer")
-
-
 def make(folder: Path | None, network: FakeNetwork | None = None, **options: Any) -> LLM:
     return LLM("fake", parts=make_parts(folder, network), **({"num_blocks": 128} | options))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,28 +16,10 @@ from moe.engine.engine import Engine, StepError
 from moe.engine.in_flight import InFlight
 from moe.engine.request import Request, RequestOutput, SamplingParams
 from moe.model.step_input import StepInput
-from tests.test_engine.fake_network import FakeNetwork, expected_tokens, make_engine, make_parts
+from tests.test_engine.fake_network import FakeNetwork, expected_tokens, make_parts
 from tests.test_engine.test_engine_random import ENGINES, asked, run
 
 GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("tokenizer")
-
-
-@pytest.fixture()
-def engines() -> Iterator[Any]:
-    made: list[Engine] = []
-
-    def make(*args: Any, **keys: Any) -> Engine:
-        made.append(make_engine(*args, **keys))
-        return made[-1]
-
-    yield make
-    for engine in made:
-        engine.close()
 
 
 def watch(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[str]:

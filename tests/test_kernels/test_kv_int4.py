@@ -6,13 +6,11 @@ are NaN wherever nothing was written, and reach every result they touch.
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
 
-from kernels.attention_decode import attention_decode, attention_decode_reference, attention_decode_triton
+from kernels.attention_decode import attention_decode, attention_decode_reference
 from kernels.attention_decode_int4 import _decode_int4_kernel
 from kernels.attention_prefill import attention_prefill, attention_prefill_reference, attention_prefill_triton
 from kernels.attention_prefill_int4 import _prefill_int4_kernel, _prefill_tile
@@ -20,8 +18,9 @@ from kernels.kv_int4 import Int4Scales, int4_numbers, store_int4_reference
 from kernels.qk_rope_store import qk_rope_store, qk_rope_store_triton
 from kernels.qk_rope_store_int4 import _qk_rope_store_int4_kernel
 from tests.aot import ARCHS, aot, compile_ahead
+from tests.coded_attention import check_decode, decode, prefill
 from tests.compare import assert_same_bits, max_rel
-from tests.paged_cache import PagedCache, assert_accurate, dense_attention, draw, index, paged_cache, starts
+from tests.paged_cache import PagedCache, assert_accurate, dense_attention, draw, paged_cache
 from tests.test_kernels.test_qk_rope_store import operands as head_operands
 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
@@ -68,48 +67,11 @@ PREFILL = [
 LARGE = pytest.param(16, 32, 4, 128, 0, [1, 100, 1025, 3000], id="qwen3", marks=pytest.mark.gpu)
 
 
-def decode(attend: Any, q_BHC: Tensor, cache: PagedCache, scales: Int4Scales, window: int, rows: Any = slice(None)):
-    lens_B = cache.kv_lens_B[rows]
-    operands = (q_BHC[rows], cache.k_cache_NPGC, cache.v_cache_NPGV, cache.block_tables_BM[rows], lens_B)
-    return attend(*operands, scale=0.2, window=window, max_kv_len=int(lens_B.max()), scales=scales)
-
-
 @pytest.mark.parametrize(("page", "heads", "kv_heads", "width", "window", "lens"), [*GQA, LARGE])
 def test_decode(backend, page, heads, kv_heads, width, window, lens):
     cache, scales = case(page, kv_heads, width, lens, backend.dtype, backend.device)
     q_BHC = draw(len(lens), heads, width, dtype=backend.dtype, device=backend.device, seed=7)
-    ours = decode(attention_decode_triton, q_BHC, cache, scales, window)
-    wanted, by_torch = (
-        torch.cat(
-            [
-                dense_attention(q[None], k, v, scale=0.2, query_offset=k.shape[0] - 1, window=window, dtype=dtype)[0]
-                for q, k, v in zip(q_BHC, cache.keys, cache.values)
-            ]
-        )
-        for dtype in (torch.float64, backend.dtype)
-    )
-    assert ours.dtype == backend.dtype
-    assert_accurate(ours, by_torch, wanted)
-    assert max_rel(ours, decode(attention_decode_reference, q_BHC, cache, scales, window)) < TOLERANCE[backend.dtype]
-
-
-def prefill(attend: Any, queries: list[Tensor], cache: PagedCache, scales: Int4Scales, first: list[int], window: int):
-    lens = [q.shape[0] - start for q, start in zip(queries, first)]
-    device = cache.kv_lens_B.device
-    return attend(
-        torch.cat([q[start:] for q, start in zip(queries, first)]),
-        cache.k_cache_NPGC,
-        cache.v_cache_NPGV,
-        cache.block_tables_BM,
-        starts(lens, device),
-        index(first, device),
-        cache.kv_lens_B,
-        scale=0.2,
-        window=window,
-        max_query_len=max(lens),
-        max_kv_len=int(cache.kv_lens_B.max()),
-        scales=scales,
-    )
+    check_decode(q_BHC, cache, scales, window, TOLERANCE[backend.dtype])
 
 
 @pytest.mark.parametrize(("page", "heads", "kv_heads", "width", "window", "lens"), [*PREFILL, LARGE])

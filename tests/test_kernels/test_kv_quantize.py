@@ -6,19 +6,20 @@ reads e4m3 rightly, except NaN. Scales are NaN wherever nothing was written, and
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
 
 from kernels import latent_rope_store, qk_rope_store
-from kernels.attention_decode import attention_decode, attention_decode_reference, attention_decode_triton
+from kernels.attention_decode import attention_decode, attention_decode_reference
 from kernels.attention_prefill import attention_prefill, attention_prefill_reference, attention_prefill_triton
 from kernels.gather import LatentScaling, gather_paged_reference, gather_paged_triton
 from kernels.kv_quantize import KVScales, store_rows_reference
 from kernels.mla_decode import mla_decode, mla_decode_reference, mla_decode_triton
 from kernels.quantize import FP8, TINIEST, fp8_scale, to_fp8
+from tests.coded_attention import check_decode, decode, prefill
 from tests.compare import assert_same_as_separate, assert_same_bits, max_rel, rel_norm
 from tests.paged_cache import PagedCache, assert_accurate, dense_attention, draw, index, paged_cache, starts
 from tests.test_kernels.test_latent_rope_store import operands as latent_operands
@@ -71,48 +72,11 @@ def gqa_case(page, heads, kv_heads, width, value_width, lens, dtype, device):
     return cache, KVScales(k_NPG1[..., 0], v_NPG1[..., 0])
 
 
-def decode(attend: Any, q_BHC: Tensor, cache: PagedCache, scales: KVScales, window: int, rows: Any = slice(None)):
-    lens_B = cache.kv_lens_B[rows]
-    operands = (q_BHC[rows], cache.k_cache_NPGC, cache.v_cache_NPGV, cache.block_tables_BM[rows], lens_B)
-    return attend(*operands, scale=0.2, window=window, max_kv_len=int(lens_B.max()), scales=scales)
-
-
 @pytest.mark.parametrize(("page", "heads", "kv_heads", "width", "value_width", "window", "lens"), [*GQA, LARGE])
 def test_decode(backend, page, heads, kv_heads, width, value_width, window, lens):
     cache, scales = gqa_case(page, heads, kv_heads, width, value_width, lens, backend.dtype, backend.device)
     q_BHC = draw(len(lens), heads, width, dtype=backend.dtype, device=backend.device, seed=7)
-    ours = decode(attention_decode_triton, q_BHC, cache, scales, window)
-    wanted, by_torch = (
-        torch.cat(
-            [
-                dense_attention(q[None], k, v, scale=0.2, query_offset=k.shape[0] - 1, window=window, dtype=dtype)[0]
-                for q, k, v in zip(q_BHC, cache.keys, cache.values)
-            ]
-        )
-        for dtype in (torch.float64, backend.dtype)
-    )
-    assert ours.dtype == backend.dtype
-    assert_accurate(ours, by_torch, wanted)
-    assert max_rel(ours, decode(attention_decode_reference, q_BHC, cache, scales, window)) < TOLERANCE[backend.dtype]
-
-
-def prefill(attend: Any, queries: list[Tensor], cache: PagedCache, scales: KVScales, first: list[int], window: int):
-    lens = [q.shape[0] - start for q, start in zip(queries, first)]
-    device = cache.kv_lens_B.device
-    return attend(
-        torch.cat([q[start:] for q, start in zip(queries, first)]),
-        cache.k_cache_NPGC,
-        cache.v_cache_NPGV,
-        cache.block_tables_BM,
-        starts(lens, device),
-        index(first, device),
-        cache.kv_lens_B,
-        scale=0.2,
-        window=window,
-        max_query_len=max(lens),
-        max_kv_len=int(cache.kv_lens_B.max()),
-        scales=scales,
-    )
+    check_decode(q_BHC, cache, scales, window, TOLERANCE[backend.dtype])
 
 
 @pytest.mark.parametrize(("page", "heads", "kv_heads", "width", "value_width", "window", "lens"), [*GQA, LARGE])

@@ -53,18 +53,24 @@ def take_step(driver: StepDriver, names: Mapping[str, Sequence[int]], of_all: St
     return {name: part for (name, _), part in zip(chunks, rows, strict=True)}
 
 
+def take_steps(model: CausalLM, rank: int) -> list[dict[str, Tensor]]:
+    """The logits of this rank's rows in each of STEPS."""
+    driver, found, seen = StepDriver(model), [], set()
+    for step in STEPS:
+        counts = [sum(len(ids) for ids in of_rank.values()) for of_rank in step]
+        starts = {name for of_rank in step for name in of_rank} - seen
+        seen |= starts
+        of_all = StepOfAll(max(counts), has_prefill=bool(starts))
+        found.append(take_step(driver, step[rank] if rank < len(step) else {}, of_all))
+    return found
+
+
 def take_all_steps(rank: int, num_ranks: int, folder: Path, parallels: Sequence[ParallelConfig]) -> list[Any]:
     """One rank: for each of `parallels` the logits of its rows in each step, its experts' load and their bytes."""
     results = []
     for parallel in parallels:
         model = load(folder, Spread(world(rank, num_ranks), parallel, max_rows=64))
-        driver, found, seen = StepDriver(model), [], set()
-        for step in STEPS:
-            counts = [sum(len(ids) for ids in of_rank.values()) for of_rank in step]
-            starts = {name for of_rank in step for name in of_rank} - seen
-            seen |= starts
-            of_all = StepOfAll(max(counts), has_prefill=bool(starts))
-            found.append(take_step(driver, step[rank] if rank < len(step) else {}, of_all))
+        found = take_steps(model, rank)
         assert model.load is not None
         held = sum(tensor.nbytes for name, tensor in model.targets().items() if ".moe.experts." in name)
         results.append((found, model.load.snapshot(), held))

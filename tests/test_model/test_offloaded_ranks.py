@@ -14,12 +14,11 @@ from expert_parallel.offload_plan import OffloadPlan
 from moe.model import host_experts
 from moe.model.causal_lm import CausalLM
 from moe.model.load_model import Spread, load_model
-from moe.model.step_input import StepOfAll
 from tests.compare import assert_same_bits
 from tests.ranks import run_ranks, world
 from tests.simulated_copies import SimulatedEngine
 from tests.step_driver import StepDriver
-from tests.test_model.test_network_ranks import STEPS, load, take_step
+from tests.test_model.test_network_ranks import STEPS, load, take_step, take_steps
 from tests.tiny_models import write_variant
 
 
@@ -44,13 +43,7 @@ def take_all_steps(
         spread = Spread(group, ParallelConfig(), 64, BalanceConfig(redundant_experts=redundant))
         num_slots = -(-(8 + redundant) // num_ranks)
         model = load_offloaded(folder, spread, regime, num_slots, tier, quantization)
-        driver, found, seen = StepDriver(model), [], set()
-        for step in STEPS:
-            counts = [sum(len(ids) for ids in of_rank.values()) for of_rank in step]
-            starts = {name for of_rank in step for name in of_rank} - seen
-            seen |= starts
-            of_all = StepOfAll(max(counts), has_prefill=bool(starts))
-            found.append(take_step(driver, step[rank] if rank < len(step) else {}, of_all))
+        found = take_steps(model, rank)
         assert model.offload is not None
         results.append((found, model.offload.host_bytes, model.offload.host.by_table))
     return results
