@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from importlib import metadata
@@ -18,6 +19,7 @@ import torch
 
 from configs.schema import Config
 from moe.engine.parts import resolve_device
+from moe.model.checkpoint_file import readable
 from moe.model.hub import resolve_model
 from moe.version import __version__
 
@@ -61,9 +63,9 @@ def _value(value: object) -> str:
 
 def _weights(folder: Path) -> Iterable[bytes]:
     for path in sorted(folder.glob(f"*{WEIGHTS}")):
-        size = path.stat().st_size
-        yield f"{path.name} {size}".encode()
-        with path.open("rb") as file:
+        with readable(path), path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            yield f"{path.name} {size}".encode()
             header = int.from_bytes(file.read(8), "little")
             yield file.read(min(header, 64 << 20))
             for index in range(SAMPLES):
@@ -75,8 +77,10 @@ def _small_files(folder: Path) -> Iterable[bytes]:
     """Configs, tokenizer, template and index: everything but the weights and what is there to be read by people."""
     for path in sorted(folder.iterdir()):
         if path.suffix in (".json", ".jinja", ".txt", ".tiktoken", ".model") and path.is_file():
+            with readable(path):
+                content = path.read_bytes()
             yield path.name.encode()
-            yield path.read_bytes()
+            yield content
 
 
 def _content(given: str | None) -> str:

@@ -59,7 +59,10 @@ def render(
 
 
 def check_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """A copy of the messages with lists of text parts joined by newlines; ValueError names the message at fault."""
+    """A copy of the messages with lists of text parts joined by newlines; ValueError names the message at fault.
+
+    What asks for an answer must be there: templates put nothing in the place of a content that is missing, or misspelt.
+    """
     # Concrete types first: asking an abstract one takes ten times as long.
     if not isinstance(messages, (list, Sequence)) or isinstance(messages, (str, bytes)) or not messages:
         raise ValueError(f"messages={messages!r} must be a list of at least one message.")
@@ -68,6 +71,8 @@ def check_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
         if not isinstance(message, (dict, Mapping)) or not isinstance(message.get("role"), str):
             raise ValueError(f"messages[{at}] must be an object with a role (a string).")
         content = message.get("content")
+        if content is None and message["role"] != "assistant":  # who may call tools instead
+            raise ValueError(f"messages[{at}] of role {message['role']!r} has no content; it has {', '.join(message)}.")
         if isinstance(content, (list, tuple)):
             content = "\n".join(_part_text(at, part) for part in content)
         elif content is not None and not isinstance(content, str):

@@ -22,6 +22,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from moe.engine import chat
 from moe.engine.detokenizer import Detokenizer, TokenTexts
+from moe.model.checkpoint_file import is_named, read_small
 
 # generation_config's name of a sampling default, and ours.
 GENERATION_FIELDS = {
@@ -240,10 +241,13 @@ def _generation_defaults(generation: dict) -> dict[str, Any]:
 
 def _read_json(path: Path) -> dict:
     """An absent file is an empty object."""
-    if not path.is_file():
+    if not is_named(path):
         return {}
+    text = read_small(path)
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is not valid JSON: {error}") from error
-    return value if isinstance(value, dict) else {}
+        value = json.loads(text)
+    except ValueError as error:  # both bad JSON and bad UTF-8
+        raise ValueError(f"{path} of {len(text)} bytes is not JSON ({error}); fetch it again.") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} holds {type(value).__name__}, not an object of fields; fetch it again.")
+    return value

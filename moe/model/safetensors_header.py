@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moe.model.lfs_pointer import refuse_lfs_pointer
+from moe.model.checkpoint_file import readable, refuse_lfs_pointer
 
 _MAX_HEADER_BYTES = 100_000_000  # what the format itself allows
 _BITS = {
@@ -55,8 +56,8 @@ class TensorEntry:
 
 def read_header(file: Path) -> dict[str, TensorEntry]:
     """The tensors of `file` by name. ValueError names the file, its size, the size expected and the likely cause."""
-    actual = file.stat().st_size
-    with file.open("rb") as stream:
+    with readable(file), file.open("rb") as stream:
+        actual = os.fstat(stream.fileno()).st_size
         start = stream.read(200)
         refuse_lfs_pointer(file, start)
         if actual < 8:

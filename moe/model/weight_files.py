@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from moe.model.lfs_pointer import refuse_lfs_pointer
+from moe.model.checkpoint_file import is_named, read_small
 from moe.model.safetensors_header import TensorEntry, read_header
 
 logger = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ class WeightFiles:
         """ValueError names the folder and the missing files, or each bad file with its fault."""
         if not folder.is_dir():
             raise ValueError(f"model folder {folder} does not exist; check the path.")
-        if not (folder / INDEX_NAME).exists():
+        if not is_named(folder / INDEX_NAME):
             return cls._open_single(folder)
         weight_map = _read_index(folder / INDEX_NAME)
         file_names = sorted(set(weight_map.values()))
@@ -61,7 +61,7 @@ class WeightFiles:
     @classmethod
     def _open_single(cls, folder: Path) -> WeightFiles:
         file = folder / SINGLE_NAME
-        if not file.is_file():
+        if not is_named(file):
             raise ValueError(_no_weights(folder))
         tensors = {name: StoredTensor(file, entry) for name, entry in read_header(file).items()}
         return cls(folder, tensors, _ignored_files(folder, {SINGLE_NAME}))
@@ -92,15 +92,14 @@ def listed(names: list[str]) -> str:
 
 
 def _read_index(file: Path) -> dict[str, str]:
-    text = file.read_bytes()
-    refuse_lfs_pointer(file, text)
+    text = read_small(file)
     try:
         weight_map = json.loads(text)["weight_map"]
         valid = isinstance(weight_map, dict) and all(isinstance(name, str) for name in weight_map.values())
     except (ValueError, KeyError, TypeError):
         weight_map, valid = {}, False
     if not valid or not weight_map:
-        raise ValueError(f"{file} of {file.stat().st_size} bytes has no usable weight_map; fetch it again.")
+        raise ValueError(f"{file} of {len(text)} bytes has no usable weight_map; fetch it again.")
     outside = sorted({name for name in weight_map.values() if Path(name).name != name})
     if outside:
         raise ValueError(f"{file} names files outside its folder: {listed(outside)}; such an index is not followed.")

@@ -215,6 +215,27 @@ def test_another_folders_tokenizer_keeps_the_models_end_ids(tmp_path: Path, fold
         Tokenizer(tmp_path)
 
 
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"[]", "holds list, not an object of fields; fetch it again"),
+        (b'{"a": ', r"of 6 bytes is not JSON \(Expecting value: .*\); fetch it again"),
+        (None, "cannot be read: it is a link to nowhere, which is not there; fetch it again"),
+        (
+            b"version https://git-lfs.github.com/spec/v1\nsize 181\n",
+            r"this is a Git LFS pointer .*expected 181 bytes",
+        ),
+    ],
+)
+def test_a_file_beside_it_that_cannot_be_used_is_named(
+    tmp_path: Path, folder: Path, name: str, content: bytes | None, said: str
+) -> None:
+    (tmp_path / name).symlink_to("nowhere") if content is None else (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=rf"{tmp_path}/{name}:? {said}"):
+        Tokenizer(tmp_path, tokenizer_folder=folder)
+
+
 def test_decode_is_what_the_detokenizer_gives(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode_prompt("hi there </s> é日")
     for skip in (True, False):
@@ -248,6 +269,11 @@ def test_ids_the_model_lacks_are_refused() -> None:
         ("hi", "at least one message"),
         ([{"content": "hi"}], r"messages\[0\] must be an object with a role"),
         ([*HI, {"role": "user", "content": 3}], r"messages\[1\]\.content=3"),
+        ([{"role": "user", "contents": "hi"}], r"messages\[0\] of role 'user' has no content; it has role, contents\."),
+        (
+            [*HI, {"role": "system", "content": None}],
+            r"messages\[1\] of role 'system' has no content; it has role, con",
+        ),
         ([{"role": "user", "content": [{"type": "image_url"}]}], "part of type 'image_url'; only text"),
     ],
 )

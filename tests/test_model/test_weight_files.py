@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import shutil
 from pathlib import Path
 
@@ -11,6 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from configs.schema import Config, EngineConfig
+from moe.batch.fingerprint import job_fingerprint
 from moe.model.checkpoint import Checkpoint, LoadReport
 from moe.model.families.registry import read_config
 from moe.model.load_model import load_model
@@ -214,6 +217,49 @@ def test_C20_a_damaged_shard_is_named_with_its_size(tmp_path: Path, damage, said
     with pytest.raises(ValueError, match=said) as caught:
         open_folder(tmp_path)
     assert str(file) in str(caught.value) and "model-00001" not in str(caught.value)
+
+
+def _dangling(file: Path) -> None:
+    file.unlink()
+    file.symlink_to("../blobs/4d7a")
+
+
+def _folder(file: Path) -> None:
+    file.unlink()
+    file.mkdir()
+
+
+def _closed(file: Path) -> None:
+    file.chmod(0)
+
+
+@pytest.mark.parametrize(
+    ("shards", "name"),
+    [(1, "config.json"), (1, "model.safetensors"), (2, INDEX), (2, "model-00002-of-00002.safetensors")],
+)
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (_dangling, r"it is a link to \.\./blobs/4d7a, which is not there; fetch it again"),
+        (_folder, "it is a folder; fetch the checkpoint again"),
+        pytest.param(
+            _closed,
+            "it is closed to this user; change its rights",
+            marks=pytest.mark.skipif(os.geteuid() == 0, reason="root may read anything"),
+        ),
+    ],
+)
+def test_C20_what_stands_in_the_place_of_a_file_is_named(tmp_path: Path, shards: int, name: str, damage, said: str):
+    """As in a hub's cache whose blobs were deleted, or another user's. The job's look at what it is made from, too."""
+    write_variant(tmp_path, "mixtral", shards=shards)
+    damage(tmp_path / name)
+    is_weights = name.endswith(".safetensors")
+    missing = f"|1 are missing: {name}" if is_weights and shards == 2 else ""
+    with pytest.raises(ValueError, match=f"{name} cannot be read: {said}{missing}"):
+        Checkpoint.open(tmp_path, read_config(tmp_path))
+    if is_weights:
+        with pytest.raises(ValueError, match=f"{name} cannot be read: {said}"):
+            job_fingerprint(Config(model=str(tmp_path), engine=EngineConfig(device="cpu")), {})
 
 
 @pytest.mark.parametrize("name", [INDEX, "config.json"])

@@ -8,11 +8,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from moe.model.checkpoint_file import is_named, read_small
 from moe.model.config import GQAConfig, ModelConfig
 from moe.model.families import deepseek, mixtral, qwen3_moe
 from moe.model.families.config_fields import ConfigFields
 from moe.model.families.weight_rule import ExpertLayout, WeightRule, decoder_table
-from moe.model.lfs_pointer import refuse_lfs_pointer
 
 _FAMILIES: dict[str, ModuleType] = {
     model_type: family for family in (mixtral, qwen3_moe, deepseek) for model_type in family.MODEL_TYPES
@@ -23,10 +23,9 @@ MODEL_TYPES = tuple(_FAMILIES)
 def read_config(folder: Path) -> ModelConfig:
     """The network that the folder's config.json describes; ValueError names the file where it cannot be read."""
     file = folder / "config.json"
-    if not file.is_file():
+    if not is_named(file):
         raise ValueError(f"model: {folder} holds no config.json; give the folder of a checkpoint.")
-    text = file.read_bytes()
-    refuse_lfs_pointer(file, text)
+    text = read_small(file)
     try:
         config = json.loads(text)
     except ValueError as error:  # both bad JSON and bad UTF-8
