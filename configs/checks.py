@@ -316,5 +316,12 @@ def _number(name: str, value: float | None, low: float, high: float | None = Non
     """None passes: it stands for a default."""
     if value is None or in_range(value, low, high, low_open):
         return
-    allowed = f"{'above' if low_open else 'from'} {low:.12g}" + (f" to {high:.12g}" if high is not None else " up")
+    if high is not None:
+        allowed = f"{'above' if low_open else 'from'} {_shown(low)} to {_shown(high)}"
+    else:
+        allowed = f"above {_shown(low)}" if low_open else f"from {_shown(low)} up"
     raise ValueError(f"{name}={value} is out of range; give a value {allowed}.")
+
+
+def _shown(bound: float) -> str:
+    return str(bound) if isinstance(bound, int) else f"{bound:.12g}"

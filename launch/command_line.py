@@ -155,8 +155,10 @@ def _load_file(path: Path) -> dict[str, Any]:
     path = path.expanduser()
     try:
         loaded = OmegaConf.to_container(OmegaConf.load(path))
-    except (OSError, YAMLError, OmegaConfBaseException, UnicodeDecodeError) as error:
-        raise ValueError(f"--config {path}: {error}") from error
+    except OSError as error:
+        raise ValueError(f"--config {path} cannot be read: {error.strerror}; give a YAML file of keys.") from error
+    except (YAMLError, OmegaConfBaseException, UnicodeDecodeError) as error:
+        raise ValueError(f"--config {path} is no YAML: {error}") from error
     if not isinstance(loaded, dict):
         raise ValueError(f"--config {path} holds no mapping of keys; write it as `sampling:` / `  temperature: 0`.")
     keys = {str(name): value for name, value in loaded.items()}

@@ -20,7 +20,7 @@ import torch
 from configs.schema import Config
 from moe.engine.parts import resolve_device
 from moe.model.checkpoint_file import readable
-from moe.model.hub import resolve_model
+from moe.model.hub import resolve_model, resolve_tokenizer
 from moe.version import __version__
 
 # Keys beside the sampling ones that change an answer's tokens or its record.
@@ -49,7 +49,7 @@ def job_fingerprint(config: Config, source: Mapping[str, str]) -> dict[str, str]
     found["model's weights"] = _digest(_weights(folder))
     found["model's other files"] = _digest(_small_files(folder))
     if config.tokenizer is not None:
-        found["tokenizer's files"] = _digest(_small_files(resolve_model(config.tokenizer, None)))
+        found["tokenizer's files"] = _digest(_small_files(resolve_tokenizer(config.tokenizer)))
     found["job.chat_template"] = _content(config.job.chat_template)
     found["cache.scales"] = _content(config.cache.scales)
     found["device"] = _device(config)

@@ -25,7 +25,6 @@ import time
 
 from configs.schema import Config
 from expert_parallel.group import Ranks
-from kv_cache.pool import KVPool
 from kv_cache.prefix_cache import PrefixCache
 from moe.engine.agreement import Alone, InStep, Together
 from moe.engine.answers import Answers
@@ -33,7 +32,7 @@ from moe.engine.balance import Balance, make_mover
 from moe.engine.cuda_graphs import DecodeGraphs
 from moe.engine.in_flight import InFlight
 from moe.engine.intake import Intake
-from moe.engine.measure import plan_cache
+from moe.engine.measure import make_pool, plan_cache
 from moe.engine.parts import Parts, load_parts
 from moe.engine.places import make_places
 from moe.engine.request import Request, RequestOutput
@@ -91,7 +90,7 @@ class Engine:
         if parts.offload is not None:
             parts.offload.reset()  # steps that measured are no part of the run
         logger.info("%s", self.plan.table())
-        pool = KVPool(layout, self.plan.num_blocks, parts.device)
+        pool = make_pool(layout, self.plan, parts.device)
         salt = (parts.name, parts.model.family, str(parts.dtype), *layout.salt)
         self.cache = PrefixCache(self.plan.num_blocks, cache.block_size, salt=salt, enabled=cache.prefix_caching)
         self.scheduler = Scheduler(

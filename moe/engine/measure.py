@@ -13,7 +13,7 @@ import torch
 from configs.schema import Config
 from kv_cache.layout import KVLayout
 from kv_cache.pool import KVPool
-from moe.engine.memory_plan import DeviceMemory, MemoryPlan, plan_memory
+from moe.engine.memory_plan import GIB, DeviceMemory, MemoryPlan, plan_memory
 from moe.engine.network import Network
 from moe.engine.parts import Parts
 from moe.engine.request import SamplingParams
@@ -61,6 +61,18 @@ def plan_cache(
         level = logging.WARNING if parts.forecast.misses(plan) else logging.INFO
         logger.log(level, "%s", parts.forecast.against(plan))
     return plan
+
+
+def make_pool(layout: KVLayout, plan: MemoryPlan, device: torch.device) -> KVPool:
+    """The cache that was planned. ValueError where the device will not give so much: a host's memory is not measured
+    before, and others may have taken of a GPU's since."""
+    try:
+        return KVPool(layout, plan.num_blocks, device)
+    except (RuntimeError, MemoryError) as error:
+        size, reason = f"{plan.kv_bytes / GIB:.3f} GiB (by {plan.chosen_by})", str(error).splitlines()[0]
+        raise ValueError(
+            f"the KV cache of {size} cannot be allocated on {plan.device}: {reason}; ask for less of it."
+        ) from error
 
 
 def measure_memory(

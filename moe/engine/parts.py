@@ -31,7 +31,7 @@ from moe.model.cache_scales import find_cache_scales
 from moe.model.causal_lm import CausalLM
 from moe.model.config import ModelConfig
 from moe.model.families.registry import read_config
-from moe.model.hub import resolve_model
+from moe.model.hub import resolve_model, resolve_tokenizer
 from moe.model.load_model import Spread, load_model, open_model
 from moe.model.offloaded_experts import Offload
 from moe.model.overlap import choose_overlap
@@ -186,7 +186,7 @@ def outline_parts(config: Config, device: torch.device) -> Outline:
     model = read_config(folder)
     dtype = resolve_dtype(config.dtype, model.dtype, device)
     max_model_len = resolve_max_model_len(config.engine.max_model_len, model)
-    tokenizer_folder = resolve_model(config.tokenizer, None) if config.tokenizer is not None else folder
+    tokenizer_folder = resolve_tokenizer(config.tokenizer) if config.tokenizer is not None else folder
     tokenizer = None
     if any((tokenizer_folder / file).is_file() for file in TOKENIZER_FILES):
         tokenizer = Tokenizer(folder, tokenizer_folder=tokenizer_folder, chat_template=config.job.chat_template)

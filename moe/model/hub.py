@@ -27,7 +27,8 @@ from huggingface_hub.utils import WeakFileLock
 DEMOS = {"demo": "mixtral", "demo-deepseek": "deepseek"}
 _DEMO_FOLDER = Path(__file__).parent.parent / "demo"
 
-ALLOWED_FILES = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.tiktoken", "tokenizer.model")
+TOKENIZER_FILES = ("*.json", "*.jinja", "*.txt", "*.tiktoken", "tokenizer.model")
+ALLOWED_FILES = ("*.safetensors", *TOKENIZER_FILES)
 DESCRIBING_FILES = ("*.json",)
 # Second copies of the weights in other layouts, and anything below the top folder.
 IGNORED_FILES = ("consolidated*", "*/*")
@@ -42,18 +43,27 @@ def resolve_model(
     `weights`: false fetches no more than what describes a model. ValueError says what `model` was taken for and the way
     out.
     """
-    if model in DEMOS:
-        _refuse_revision(model, revision, "a demo shipped with this package")
-        return _demo_folder(model)
-    path = Path(model).expanduser()
-    if model and path.is_dir():
-        _refuse_revision(model, revision, "a folder")
+    return _resolve("model", model, revision, cache_dir, ALLOWED_FILES if weights else DESCRIBING_FILES)
+
+
+def resolve_tokenizer(tokenizer: str, *, cache_dir: Path | None = None) -> Path:
+    """Likewise, of a model whose tokenizer alone is wanted: of a hub id its weights are not fetched."""
+    return _resolve("tokenizer", tokenizer, None, cache_dir, TOKENIZER_FILES)
+
+
+def _resolve(key: str, name: str, revision: str | None, cache_dir: Path | None, files: Sequence[str]) -> Path:
+    if name in DEMOS:
+        _refuse_revision(name, revision, "a demo shipped with this package")
+        return _demo_folder(name)
+    path = Path(name).expanduser()
+    if name and path.is_dir():
+        _refuse_revision(name, revision, "a folder")
         return path
-    if model and path.exists():
-        raise ValueError(f"model={model!r} is a file; give the folder that holds config.json and the weights.")
-    if not model or model.startswith(("/", ".", "~")) or model.count("/") > 1:
-        raise ValueError(f"model={model!r}: no such folder; check the path, or give a hub id (owner/name) or demo.")
-    return _fetch(model, revision, cache_dir, ALLOWED_FILES if weights else DESCRIBING_FILES)
+    if name and path.exists():
+        raise ValueError(f"{key}={name!r} is a file; give the folder of a checkpoint, in which config.json lies.")
+    if not name or name.startswith(("/", ".", "~")) or name.count("/") > 1:
+        raise ValueError(f"{key}={name!r}: no such folder; check the path, or give a hub id (owner/name) or demo.")
+    return _fetch(key, name, revision, cache_dir, files)
 
 
 def _demo_folder(model: str) -> Path:
@@ -71,7 +81,7 @@ def _refuse_revision(model: str, revision: str | None, kind: str) -> None:
         raise ValueError(f"revision={revision!r} belongs to hub models, but model={model!r} is {kind}; drop revision.")
 
 
-def _fetch(model: str, revision: str | None, cache_dir: Path | None, files: Sequence[str]) -> Path:
+def _fetch(key: str, model: str, revision: str | None, cache_dir: Path | None, files: Sequence[str]) -> Path:
     cache = Path(constants.HF_HUB_CACHE) if cache_dir is None else cache_dir
     try:
         with _fetch_lock(model, cache):
@@ -83,25 +93,25 @@ def _fetch(model: str, revision: str | None, cache_dir: Path | None, files: Sequ
                 ignore_patterns=list(IGNORED_FILES),
             )
     except HFValidationError as error:
-        raise ValueError(f"model={model!r} is neither a folder nor a valid hub id (owner/name): {error}") from error
+        raise ValueError(f"{key}={model!r} is neither a folder nor a valid hub id (owner/name): {error}") from error
     except GatedRepoError as error:
         raise ValueError(
-            f"model={model!r} is gated: accept its terms at {constants.ENDPOINT}/{model}, then log in with "
+            f"{key}={model!r} is gated: accept its terms at {constants.ENDPOINT}/{model}, then log in with "
             "`hf auth login` or set HF_TOKEN."
         ) from error
     except RepositoryNotFoundError as error:
         raise ValueError(
-            f"model={model!r} is neither a folder here nor a model you can read at {constants.ENDPOINT}; check the "
+            f"{key}={model!r} is neither a folder here nor a model you can read at {constants.ENDPOINT}; check the "
             "spelling; for a private model log in with `hf auth login` or set HF_TOKEN."
         ) from error
     except RevisionNotFoundError as error:
         raise ValueError(
-            f"model={model!r} has no revision={revision!r}; give an existing branch, tag or commit."
+            f"{key}={model!r} has no revision={revision!r}; give an existing branch, tag or commit."
         ) from error
     except (LocalEntryNotFoundError, OfflineModeIsEnabled) as error:
-        raise ValueError(_unreachable(model, revision, cache)) from error
+        raise ValueError(_unreachable(key, model, revision, cache)) from error
     except HfHubHTTPError as error:
-        raise ValueError(f"model={model!r} could not be fetched from {constants.ENDPOINT}: {error}") from error
+        raise ValueError(f"{key}={model!r} could not be fetched from {constants.ENDPOINT}: {error}") from error
     return Path(folder)
 
 
@@ -114,8 +124,8 @@ def _fetch_lock(model: str, cache: Path) -> AbstractContextManager[object]:
     return WeakFileLock(folder / f"{model.replace('/', '--')}.fetch.lock")
 
 
-def _unreachable(model: str, revision: str | None, cache: Path) -> str:
-    wanted = f"model={model!r}" + (f" revision={revision!r}" if revision else "")
+def _unreachable(key: str, model: str, revision: str | None, cache: Path) -> str:
+    wanted = f"{key}={model!r}" + (f" revision={revision!r}" if revision else "")
     if constants.HF_HUB_OFFLINE:
         return (
             f"{wanted} is not complete in the cache {cache}, and HF_HUB_OFFLINE forbids fetching it; unset it once "

@@ -63,7 +63,7 @@ def test_experts_in_host_memory_have_keys_that_go_together() -> None:
         ({"engine__device": "tpu"}, "engine.device='tpu' is unknown"),
         ({"engine__max_model_len": 0}, "engine.max_model_len=0 is out of range; give a value from 2 up."),
         ({"engine__max_num_seqs": 0}, "engine.max_num_seqs=0 is out of range"),
-        ({"engine__step_timeout_s": 0.0}, "engine.step_timeout_s=0.0 is out of range; give a value above 0 up."),
+        ({"engine__step_timeout_s": 0.0}, "engine.step_timeout_s=0.0 is out of range; give a value above 0."),
         ({"engine__prefill_chunk": 17000}, "engine.prefill_chunk=17000 exceeds engine.max_batched_tokens=16384"),
         ({"sampling__temperature": -1.0}, "sampling.temperature=-1.0 is out of range"),
         ({"sampling__temperature": float("nan")}, "sampling.temperature=nan is out of range"),
@@ -82,6 +82,10 @@ def test_experts_in_host_memory_have_keys_that_go_together() -> None:
         (
             {"sampling__temperature": 1e7},
             "sampling.temperature=10000000.0 is out of range; give a value from 0 to 1000000.",
+        ),
+        (
+            {"sampling__seed": 2**65},
+            f"sampling.seed={2**65} is out of range; give a value from {-(2**63)} to {2**64 - 1}.",
         ),
         ({"sampling__top_k": 2**31}, f"sampling.top_k={2**31} is out of range; give a value from -1 to {2**31 - 1}."),
         ({"sampling__repetition_penalty": 0.0}, "is out of range; give a value from 0.001 to 1000."),

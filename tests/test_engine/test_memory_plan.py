@@ -13,7 +13,7 @@ from configs.schema import Config
 from kv_cache.layout import KVLayout
 from moe import LLM
 from moe.engine import measure
-from moe.engine.measure import decode_step, measure_memory, prefill_step
+from moe.engine.measure import decode_step, make_pool, measure_memory, prefill_step
 from moe.engine.memory_plan import GIB, DeviceMemory, MemoryPlan, plan_memory
 from moe.engine.parts import resolve_device
 from moe.engine.resolve import kv_layout, resolve_dtype, resolve_max_model_len
@@ -196,3 +196,12 @@ def test_graphs_take_the_largest_decode_step_once_more() -> None:
         with LLM("demo", device="cuda", num_blocks=1000, cuda_graphs=cuda_graphs) as llm:
             planned.append(llm.memory_plan.workspace_bytes)
     assert planned[0] < planned[1]
+
+
+@pytest.mark.parametrize("given", [{"cpu_gb": 1e9}, {"num_blocks": 2**50}])
+def test_a_cache_that_the_host_cannot_hold_is_refused_by_its_key(given: dict[str, float]) -> None:
+    """Its memory is not measured before: the allocator's own words, and what to change."""
+    found = plan(DeviceMemory("cpu", None, GIB, 0), **given)
+    ((key, _),) = given.items()
+    with pytest.raises(ValueError, match=rf"of \d+\.\d+ GiB \(by cache\.{key}.*\) cannot be allocated on cpu: .*less"):
+        make_pool(LAYOUT, found, torch.device("cpu"))

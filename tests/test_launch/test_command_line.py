@@ -203,7 +203,8 @@ def test_a_wrong_file_names_key_and_file(text: str, message: str, tmp_path: Path
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    assert "No such file" in refused("--config", str(tmp_path / "none.yaml"))
+    none = tmp_path / "none.yaml"
+    assert f"--config {none} cannot be read: No such file or directory; give a YAML" in refused("--config", str(none))
 
 
 @pytest.mark.parametrize(

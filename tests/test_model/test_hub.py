@@ -19,7 +19,7 @@ from huggingface_hub.errors import (
 )
 
 from moe.model import hub
-from moe.model.hub import ALLOWED_FILES, IGNORED_FILES, resolve_model
+from moe.model.hub import ALLOWED_FILES, IGNORED_FILES, resolve_model, resolve_tokenizer
 
 
 class FakeHub:
@@ -113,6 +113,18 @@ def test_a_file_is_not_a_model(tmp_path: Path, fake_hub: FakeHub):
     file.write_bytes(b"")
     with pytest.raises(ValueError, match="is a file; give the folder"):
         resolve_model(str(file))
+
+
+def test_of_a_tokenizer_no_weights_are_fetched_and_its_own_key_is_named(tmp_path: Path, fake_hub: FakeHub):
+    assert resolve_tokenizer("owner/name", cache_dir=tmp_path) == fake_hub.folder
+    assert fake_hub.calls[0][1]["allow_patterns"] == [name for name in ALLOWED_FILES if name != "*.safetensors"]
+    fake_hub.error = LocalEntryNotFoundError("nothing cached")
+    for tokenizer in ("owner/name", "./missing"):
+        with pytest.raises(ValueError, match=f"^tokenizer='{tokenizer}'"):
+            resolve_tokenizer(tokenizer, cache_dir=tmp_path)
+    (tmp_path / "tokenizer.json").touch()
+    with pytest.raises(ValueError, match=r"^tokenizer='.*' is a file; give the folder of a checkpoint"):
+        resolve_tokenizer(str(tmp_path / "tokenizer.json"))
 
 
 def test_a_revision_belongs_to_hub_models_only(tmp_path: Path, fake_hub: FakeHub):
