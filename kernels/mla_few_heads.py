@@ -21,14 +21,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.mla_pieces import OF_THE_BATCH, fetch_queries, zero_rows
-from kernels.mla_runs import copy_latents, find_run, splits_of_run, tiles_of
+from kernels.mla_runs import copy_latents, find_run, places_of, splits_of_run
 
 # s[p] = scale * log2(e) * (q_latent . c[p] + q_pe . k_pe[p]); out = sum_p 2^s[p] c[p] / sum_p 2^s[p];
 #   lse = log2(sum_p 2^s[p]), over a split of the keys; kernels/mla_merge.py says how splits are merged
 #   q_latent_ptr [B, H, L], q_pe_ptr [B, H, R], last stride 1; desc: the cache as rows [N * P, L + R], boxes of
 #   min(PAGE, 64) x 64; tables_ptr int32 [B, M], kv_lens_ptr int32 [B]; out_ptr [B, H, L], parts_ptr [B, S, H, L],
 #   lse_ptr fp32 [B, S, H], whole_ptr int32 [B] contiguous: 1 where out is written already, though of several splits
-#   grid: one program a multiprocessor at most, each with a run of tiles (kernels/mla_runs.py). fp32 accumulation. A
+#   grid: one program a multiprocessor at most, each with a run of splits (kernels/mla_runs.py). fp32 accumulation. A
 #   tile is 64 keys; rows of keys from the split's end on are zeroed in shared memory (the page behind them may hold
 #   anything) and weigh 0.
 
@@ -101,7 +101,7 @@ def _attend_few(
     while (before < stop) & (sequence < last_sequence):
         kv_len = gl.load(kv_lens_ptr + sequence)
         first_split, last_split, splits, split_len = splits_of_run(kv_len, before, begin, stop, SPLIT_LEN, FEW_SPLITS)
-        before += tiles_of(kv_len)
+        before += places_of(kv_len)
         if first_split < last_split:
             whole = ((first_split == 0) & (last_split >= splits)).to(gl.int32) * FOLD
             if first_split == 0:

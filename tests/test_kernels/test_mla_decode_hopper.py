@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kernels.mla_decode import mla_decode, mla_decode_reference
-from kernels.mla_decode_hopper import runs_on_hopper
+from kernels.mla_decode_hopper import attend_splits, runs_on_hopper
 from kernels.mla_few_heads import few_heads_kernel
 from kernels.mla_many_heads import many_heads_kernel
 from kernels.mla_merge import Splits, _merge_kernel, merge_parts
@@ -88,6 +88,19 @@ def test_batches_around_the_number_of_programs(heads):
     assert_accurate(together, exact(q_BHX, cache, torch.bfloat16), exact(q_BHX, cache))
     for count in (1, 2, programs // 2, programs - 1, programs, programs + 1, 2 * programs):
         assert_same_bits(run(mla_decode, q_BHX, cache_NPX, cache, rows=slice(count)), together[:count])
+
+
+@pytest.mark.gpu
+def test_sequences_of_one_length_are_dealt_out_whole():
+    """Two for each program or a few less: nothing is left to merge. Of ten more some are cut."""
+    programs = torch.cuda.get_device_properties("cuda").multi_processor_count
+    q_BHX, cache_NPX, cache = draw_case(16, 16, [300] * (2 * programs + 10))
+    for count, cut in ((2 * programs - 8, False), (2 * programs, False), (2 * programs + 10, True)):
+        operands = (q_BHX[:count, :, :512], q_BHX[:count, :, 512:], cache_NPX)
+        splits = attend_splits(
+            *operands, cache.block_tables_BM[:count], cache.kv_lens_B[:count], scale=0.05, max_kv_len=300
+        )
+        assert splits.whole_B is not None and bool((splits.whole_B == 0).any()) == cut, count
 
 
 @pytest.mark.gpu
