@@ -11,11 +11,9 @@ fp8 differently, so wgmma has to serve few rows too.) Many rows have kernels of 
 """
 
 # Launch options such as num_warps are no parameters of a kernel.
-# pyright: reportCallIssue=false
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 import triton
@@ -32,12 +30,23 @@ from kernels.checks import (
     uses_triton,
 )
 from kernels.dependent_launch import dependent_launch, wait_for_inputs
+from kernels.fp8_tiles import FewRowsTile, Fp8Tile, fp8_tile, quantizes_swiglu
 from kernels.grouped_gemm import swiglu_reference
-from kernels.grouped_gemm_fp8_specialized import SpecializedTile, launch_fp8_specialized
+from kernels.grouped_gemm_fp8_resident import ResidentTile, launch_fp8_resident
+from kernels.grouped_gemm_fp8_specialized import launch_fp8_specialized
+from kernels.grouped_gemm_fp8_swiglu import launch_swiglu_quantized
 from kernels.grouped_gemm_fp8_tma import ManyRowsTile, launch_many_rows
 from kernels.linear import multiply_blocks
 from kernels.pack_fp8 import pack_rows
-from kernels.quantize import FP8, GROUP, Quantized, QuantizedBlocks, dequantize_blocks, dequantize_rows
+from kernels.quantize import (
+    FP8,
+    GROUP,
+    Quantized,
+    QuantizedBlocks,
+    dequantize_blocks,
+    dequantize_rows,
+    quantize_rows,
+)
 from kernels.row_tiles import (
     check_offsets,
     most_row_tiles,
@@ -50,21 +59,6 @@ from kernels.row_tiles import (
     tile_of_program,
     tiles_until_slot,
 )
-from kernels.tiles import MANY_ROWS, device_generation, num_multiprocessors
-
-
-@dataclass(frozen=True)
-class FewRowsTile:
-    """Rows x output columns of a program, warps, pipeline stages; `tma`: the weights come as TMA tiles."""
-
-    block_m: int
-    block_n: int
-    num_warps: int
-    num_stages: int
-    tma: bool = True
-
-
-Fp8Tile = FewRowsTile | ManyRowsTile | SpecializedTile
 
 
 def grouped_gemm_fp8(
@@ -105,42 +99,22 @@ def grouped_gemm_swiglu_fp8(
     return grouped_gemm_fp8(x, w, offsets_S1, row_index_R=row_index_R, num_rows=num_rows, out_dtype=out_dtype, out=out)
 
 
-def fp8_tile(x: Tensor, w: QuantizedBlocks, num_rows: int) -> Fp8Tile:
-    """The tile of a product with w, from the mean number of rows of a slot.
-
-    Measured on an H200, both products of a layer of DeepSeek-V3's shape (32 slots), us, by rows a slot: tiles of 16, 32
-    rows, packed: 16: 366, 363, 370; 32: 464, 410, 370; 64: 744, 555, 413. Of 128 slots of Qwen3's: 4: 157, 175, 175;
-    16: 184, 180, 183. Few programs want more stages, many fewer, that all are there at once. Second products, 6 (4) / 3
-    stages: mixtral 1 token 36 / 53, 8 tokens 145 / 110; dsv3-ep8 36 / 32, 106 / 105; qwen3 8 tokens (26) / 23, 64 (57)
-    / 51. First: dsv3-ep8 8 tokens, 4 / 3: 218 / 208; qwen3 8 tokens 45 / 47. Halves of a tile, where all are there at
-    once: of mixtral's first product, 1 token, 448 programs of 64 columns are 3 or 4 a multiprocessor, 896 of 32 6 or 7;
-    a layer 100.5 / 98.6. From 512 rows on three groups beside tiles
-    of 64: qwen3 529 + 317 and 547 + 352 (512), mixtral 2204 + 1036 and 2547 + 1189 (1024); 256 rows 380 and 303.
-    """
-    num_slots, parts, _, _ = w.scales.shape
-    width, rows = w.values.shape[-1], cdiv(num_rows, num_slots)
-    if device_generation(x) < 9 or width % 16:
-        return FewRowsTile(min(64, max(16, next_power_of_2(rows))), 64 // parts, 4, 3, tma=False)
-    if rows >= MANY_ROWS and device_generation(x) == 9:
-        return SpecializedTile(3, 5)
-    if rows > 16:
-        return ManyRowsTile(64, 128 // parts, 4, 3)
-    if rows > 8:
-        return FewRowsTile(32, 128 // parts, 4, 3)
-    few, steps = num_rows <= 16, cdiv(width, GROUP)
-    block_n = 64 if few else 128 // parts
-    shared, multiprocessors = 227 << 10, num_multiprocessors(x.device)
-
-    def at_once(columns: int, stages: int) -> bool:
-        """Whether shared memory holds a tile for every program of so many columns."""
-        programs = min(num_rows, num_slots) * cdiv(w.values.shape[1] // parts, columns)
-        return programs <= shared // (stages * (parts * columns + 16) * GROUP) * multiprocessors
-
-    if at_once(block_n, 6):
-        return FewRowsTile(16, block_n, 4, 6 if steps >= 16 else 4)
-    if few and parts == 2 and at_once(32, 3):
-        return FewRowsTile(16, 32, 4, 3)
-    return FewRowsTile(16, block_n, 4, 4 if parts == 2 and steps <= 16 else 3)
+def grouped_gemm_swiglu_quantized(
+    x: Quantized,
+    w: QuantizedBlocks,
+    offsets_S1: Tensor,
+    *,
+    row_index_R: Tensor | None = None,
+    num_rows: int,
+    dtype: torch.dtype,
+) -> Quantized:
+    """`quantize_rows` of `grouped_gemm_swiglu_fp8` in `dtype`, as the second product takes it; rows of no slot mean
+    nothing. That is the definition, and the way of few rows; many are quantised where they are made."""
+    if uses_triton(x.values) and quantizes_swiglu(x.values, w, num_rows):
+        _check_operands(x, w, offsets_S1, row_index_R, num_rows)
+        return launch_swiglu_quantized(x, w, offsets_S1, row_index_R, num_rows, dtype)
+    options = {"row_index_R": row_index_R, "num_rows": num_rows, "out_dtype": dtype}
+    return quantize_rows(grouped_gemm_swiglu_fp8(x, w, offsets_S1, **options))
 
 
 # y[r, n] = sum over k of x[index[r], k] * w[slot, n, k], stepwise as above, slot the one whose rows hold r
@@ -166,6 +140,7 @@ def _few_rows_kernel(
     num_slots,
     num_x_rows,
     PARTS: tl.constexpr,
+    UNROLL: tl.constexpr,
     W_DESC: tl.constexpr,
     EVEN_K: tl.constexpr,
     SLOT_STEP: tl.constexpr,
@@ -203,30 +178,32 @@ def _few_rows_kernel(
     acc = tl.zeros((PARTS * BLOCK_N, BLOCK_M), tl.float32)
     x_scale = tl.load(x_scale_ptrs, mask=in_m, other=0.0)
     w_scale, up_scale = tl.load(w_scale_row), tl.load(w_scale_row + (PARTS - 1) * block_rows * num_groups)
-    for step in range(0, num_groups):
-        in_k = (step * 128 + k < width)[None, :]
-        if EVEN_K:
-            x_tile = tl.load(x_ptrs + step * 128, mask=in_m[:, None], other=0.0)
-        else:
-            x_tile = tl.load(x_ptrs + step * 128, mask=in_m[:, None] & in_k, other=0.0)
-        if W_DESC:
-            w_tile = w.load([slot * PARTS, first_n, step * 128]).reshape(PARTS * BLOCK_N, 128)
-        elif EVEN_K:
-            w_tile = tl.load(w_ptrs + step * 128, mask=in_n, other=0.0)
-        else:
-            w_tile = tl.load(w_ptrs + step * 128, mask=in_n & in_k, other=0.0)
-        # The next step's scales are on their way while this one is multiplied.
-        ahead = min(step + 1, num_groups - 1)
-        next_x_scale = tl.load(x_scale_ptrs + ahead.to(tl.int64) * num_x_rows, mask=in_m, other=0.0)
-        next_w_scale = tl.load(w_scale_row + ahead)
-        next_up_scale = tl.load(w_scale_row + (PARTS - 1) * block_rows * num_groups + ahead)
-        product = tl.dot(w_tile, x_tile.T)
-        if PARTS == 2:
-            scale = tl.where(i < BLOCK_N, w_scale, up_scale)[:, None] * x_scale[None, :]
-        else:
-            scale = (w_scale * x_scale)[None, :]
-        acc = tl.fma(product, tl.broadcast_to(scale, acc.shape), acc)
-        x_scale, w_scale, up_scale = next_x_scale, next_w_scale, next_up_scale
+    for first in range(0, num_groups, UNROLL):
+        for u in tl.static_range(UNROLL):
+            step = first + u
+            in_k = (step * 128 + k < width)[None, :]
+            if EVEN_K:
+                x_tile = tl.load(x_ptrs + step * 128, mask=in_m[:, None], other=0.0)
+            else:
+                x_tile = tl.load(x_ptrs + step * 128, mask=in_m[:, None] & in_k, other=0.0)
+            if W_DESC:
+                w_tile = w.load([slot * PARTS, first_n, step * 128]).reshape(PARTS * BLOCK_N, 128)
+            elif EVEN_K:
+                w_tile = tl.load(w_ptrs + step * 128, mask=in_n, other=0.0)
+            else:
+                w_tile = tl.load(w_ptrs + step * 128, mask=in_n & in_k, other=0.0)
+            # The next step's scales are on their way while this one is multiplied.
+            ahead = min(step + 1, num_groups - 1)
+            next_x_scale = tl.load(x_scale_ptrs + ahead.to(tl.int64) * num_x_rows, mask=in_m, other=0.0)
+            next_w_scale = tl.load(w_scale_row + ahead)
+            next_up_scale = tl.load(w_scale_row + (PARTS - 1) * block_rows * num_groups + ahead)
+            product = tl.dot(w_tile, x_tile.T)
+            if PARTS == 2:
+                scale = tl.where(i < BLOCK_N, w_scale, up_scale)[:, None] * x_scale[None, :]
+            else:
+                scale = (w_scale * x_scale)[None, :]
+            acc = tl.fma(product, tl.broadcast_to(scale, acc.shape), acc)
+            x_scale, w_scale, up_scale = next_x_scale, next_w_scale, next_up_scale
     if PARTS == 2:
         gate, up = acc.reshape(2, BLOCK_N, BLOCK_M).permute(1, 2, 0).split()
         acc = swiglu(gate, up)
@@ -262,10 +239,13 @@ def grouped_gemm_fp8_triton(
         packed = x if row_index_R is None else pack_rows(x, row_index_R, offsets_S1)
         if isinstance(tile, ManyRowsTile):
             launch_many_rows(packed, w, offsets_S1, y_RN, tile)
+        elif isinstance(tile, ResidentTile):
+            launch_fp8_resident(packed, w, offsets_S1, y_RN, tile)
         else:
             launch_fp8_specialized(packed, w, offsets_S1, y_RN, tile)
         return y_RN
     assert parts * tile.block_n >= 64, f"{tile}: wgmma takes 64 rows of weights, and mma.sync gives other bits"
+    assert cdiv(width, GROUP) % tile.unroll == 0, f"{tile}: {cdiv(width, GROUP)} steps"
     w_PND = w.values.view(num_slots * parts, num_columns, width)
     row_tiles = most_row_tiles(num_rows, num_slots, tile.block_m)
     _few_rows_kernel[(row_tiles * cdiv(num_columns, tile.block_n),)](
@@ -281,6 +261,7 @@ def grouped_gemm_fp8_triton(
         num_slots,
         x.values.shape[0],
         PARTS=parts,
+        UNROLL=tile.unroll,
         W_DESC=tile.tma,
         EVEN_K=width % GROUP == 0,
         SLOT_STEP=slot_step(offsets_S1),

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kernels.checks import assert_dtype, assert_last_contiguous, assert_same_device, assert_shape, cdiv, uses_triton
 from kernels.dependent_launch import dependent_launch, wait_for_inputs
-from kernels.quantize import FP8, GROUP, Quantized
+from kernels.quantize import FP8, GROUP, Quantized, empty_quantized
 
 _ROWS, _GROUPS = 16, 8  # of one program's copy
 
@@ -74,7 +74,7 @@ def pack_rows_triton(x: Quantized, row_index_R: Tensor, offsets_S1: Tensor) -> Q
     _check_operands(x, row_index_R, offsets_S1)
     width, num_rows = x.values.shape[1], row_index_R.shape[0]
     groups = x.scales.shape[0]
-    out = Quantized(x.values.new_empty(num_rows, width), x.scales.new_empty(groups, num_rows))
+    out = empty_quantized(num_rows, width, x.values.device)
     if out.values.numel():
         _pack_rows_kernel[(cdiv(num_rows, _ROWS) * cdiv(groups, _GROUPS),)](
             x.values,
@@ -111,7 +111,7 @@ def pack_rows_reference(x: Quantized, row_index_R: Tensor, offsets_S1: Tensor) -
     _check_operands(x, row_index_R, offsets_S1)
     last, num_rows = int(offsets_S1[-1]), row_index_R.shape[0]
     rows = row_index_R[:last].long()
-    out = Quantized(x.values.new_empty(num_rows, x.values.shape[1]), x.scales.new_empty(x.scales.shape[0], num_rows))
+    out = empty_quantized(num_rows, x.values.shape[1], x.values.device)
     out.values[:last] = x.values.view(torch.uint8)[rows].view(FP8)
     out.scales[:, :last] = x.scales[:, rows]
     return out

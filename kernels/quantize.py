@@ -52,6 +52,12 @@ class QuantizedBlocks(NamedTuple):
     scales: Tensor
 
 
+def empty_quantized(num_rows: int, width: int, device: torch.device) -> Quantized:
+    """Room for so many rows and their scales."""
+    values_XD = torch.empty(num_rows, width, dtype=FP8, device=device)
+    return Quantized(values_XD, torch.empty(cdiv(width, GROUP), num_rows, dtype=torch.float32, device=device))
+
+
 def quantized_bytes(num_rows: int, width: int) -> int:
     """Of so many rows in fp8 with their scales."""
     return num_rows * (width + 4 * cdiv(width, GROUP))
@@ -108,16 +114,13 @@ def quantize_rows_triton(x_XD: Tensor) -> Quantized:
     """`quantize_rows` as one launch. Needs a GPU with fp8: compute capability 8.9 or above."""
     _check_rows(x_XD)
     rows, width = x_XD.shape
-    groups = cdiv(width, GROUP)
-    values_XD = torch.empty(rows, width, dtype=FP8, device=x_XD.device)
-    scales_GX = torch.empty(groups, rows, dtype=torch.float32, device=x_XD.device)
-    if values_XD.numel():
+    out = empty_quantized(rows, width, x_XD.device)
+    if out.values.numel():
         few = rows <= 64
         rows_per_program = 4 if few else 32
-        _quantize_rows_kernel[(cdiv(rows, rows_per_program) * groups,)](
+        _quantize_rows_kernel[(cdiv(rows, rows_per_program) * cdiv(width, GROUP),)](
             x_XD,
-            values_XD,
-            scales_GX,
+            *out,
             rows,
             width,
             x_XD.stride(0),
@@ -126,7 +129,7 @@ def quantize_rows_triton(x_XD: Tensor) -> Quantized:
             num_warps=1 if few else 4,
             **dependent_launch(x_XD),
         )
-    return Quantized(values_XD, scales_GX)
+    return out
 
 
 def _check_rows(x_XD: Tensor) -> None:

@@ -170,7 +170,7 @@ def grouped_tile(
 MANY_ROWS = 512
 """Up to so many rows a slot on average, tiles of 64 rows win; above, larger ones."""
 
-_CACHED_BYTES = 16 << 20
+CACHED_BYTES = 16 << 20
 """So large a slot's weights stay in the L2 cache (60 MB) while its rows are multiplied, beside rows and results."""
 
 
@@ -253,7 +253,7 @@ def grouped_rule(
     if generation == 9 and rows <= 48:
         return TileConfig(64, 64 * wide, 128, 4, 4, "specialized")
     if generation == 9 and rows <= 96:
-        if ragged and slot_bytes > _CACHED_BYTES:
+        if ragged and slot_bytes > CACHED_BYTES:
             return TileConfig(128, 128 * wide, 64, 4, 4, "swapped")
         return TileConfig(128, 64 * wide, 64, 4, 6, "specialized")
     if generation == 9 and rows <= MANY_ROWS:
@@ -262,7 +262,7 @@ def grouped_rule(
         return TileConfig(64, 128 * wide, 64, 8, 4, "tma")
     if generation == 9 and num_products == 2 and not ragged:
         return TileConfig(128, 64, 64, 4, 6, "specialized")
-    if generation == 9 and ragged and slot_bytes <= _CACHED_BYTES:
+    if generation == 9 and ragged and slot_bytes <= CACHED_BYTES:
         if num_products == 1:
             return TileConfig(128, 128, 64, 4, 6, "specialized")
         if gathered:

@@ -19,8 +19,8 @@ from torch import Tensor
 from expert_parallel.dispatcher import ExpertInput, LocalDispatcher
 from kernels.checks import cdiv
 from kernels.grouped_gemm import grouped_gemm, grouped_gemm_swiglu
-from kernels.grouped_gemm_fp8 import grouped_gemm_fp8, grouped_gemm_swiglu_fp8
-from kernels.quantize import FP8, GROUP, QuantizedBlocks, quantize_blocks, quantize_rows
+from kernels.grouped_gemm_fp8 import grouped_gemm_fp8, grouped_gemm_swiglu_quantized
+from kernels.quantize import FP8, GROUP, Quantized, QuantizedBlocks, quantize_blocks, quantize_rows
 from kernels.routing import Routing, RoutingRule, route
 from launch.figure import Figure, baseline
 from launch.replay import L2_BYTES, Call, rotation_length, time_variants
@@ -138,21 +138,19 @@ def _products(operands: LayerOperands, inputs: ExpertInput) -> dict[str, Call]:
 
 
 def _fp8_products(experts: Fp8Experts, inputs: ExpertInput) -> dict[str, Call]:
-    """Quantising is its own part; where rows are many, the first product packs them too."""
+    """Quantising rows is its own part; quantising what the first product makes of them is the product's."""
     offsets_S1, rows, dtype = inputs.offsets_S1, inputs.num_rows, inputs.rows_XD.dtype
     x = quantize_rows(inputs.rows_XD)
 
-    def gemm1() -> Tensor:
-        return grouped_gemm_swiglu_fp8(
-            x, experts.w13, offsets_S1, row_index_R=inputs.row_index_R, num_rows=rows, out_dtype=dtype
+    def gemm1() -> Quantized:
+        return grouped_gemm_swiglu_quantized(
+            x, experts.w13, offsets_S1, row_index_R=inputs.row_index_R, num_rows=rows, dtype=dtype
         )
 
-    h_RF = gemm1()
-    h = quantize_rows(h_RF)
+    h = gemm1()
     return {
-        "quantize1": lambda: quantize_rows(inputs.rows_XD),
+        "quantize": lambda: quantize_rows(inputs.rows_XD),
         "gemm1": gemm1,
-        "quantize2": lambda: quantize_rows(h_RF),
         "gemm2": lambda: grouped_gemm_fp8(h, experts.w2, offsets_S1, num_rows=rows, out_dtype=dtype),
     }
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from expert_parallel.dispatcher import ExpertInput
 from kernels.experts_few import experts_few, serves_few_tokens
 from kernels.grouped_gemm import grouped_gemm, grouped_gemm_swiglu
-from kernels.grouped_gemm_fp8 import grouped_gemm_fp8, grouped_gemm_swiglu_fp8
+from kernels.grouped_gemm_fp8 import grouped_gemm_fp8, grouped_gemm_swiglu_quantized
 from kernels.quantize import FP8, Quantized, QuantizedBlocks, quantize_rows
 from moe.model.linear import Linear, Parameters
 from moe.model.parameter_shapes import scale_name
@@ -54,15 +54,15 @@ class Fp8Experts:
         rounded to it in between."""
         offsets_S1, num_rows, dtype = inputs.offsets_S1, inputs.num_rows, inputs.out_dtype or inputs.rows_XD.dtype
         rows_XD, scales_GX = inputs.rows_XD, inputs.scales_GX
-        h_RF = grouped_gemm_swiglu_fp8(
+        h = grouped_gemm_swiglu_quantized(
             quantize_rows(rows_XD) if scales_GX is None else Quantized(rows_XD, scales_GX),
             self.w13,
             offsets_S1,
             row_index_R=inputs.row_index_R,
             num_rows=num_rows,
-            out_dtype=dtype,
+            dtype=dtype,
         )
-        return grouped_gemm_fp8(quantize_rows(h_RF), self.w2, offsets_S1, num_rows=num_rows, out_dtype=dtype)
+        return grouped_gemm_fp8(h, self.w2, offsets_S1, num_rows=num_rows, out_dtype=dtype)
 
 
 def make_experts(parameters: Parameters, name: str) -> Experts | Fp8Experts:

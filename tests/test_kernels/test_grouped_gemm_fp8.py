@@ -6,22 +6,19 @@ e4m3. So the kernels run there with operands that torch quantised and fp32 resul
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import pytest
 import torch
 from torch.nn import functional
 
+from kernels.fp8_tiles import FewRowsTile, Fp8Tile, fp8_tile, quantizes_swiglu
 from kernels.grouped_gemm_fp8 import (
-    FewRowsTile,
-    Fp8Tile,
     _few_rows_kernel,
-    fp8_tile,
     grouped_gemm_fp8,
     grouped_gemm_fp8_reference,
     grouped_gemm_fp8_triton,
-    grouped_gemm_swiglu_fp8,
+    grouped_gemm_swiglu_quantized,
 )
+from kernels.grouped_gemm_fp8_resident import ResidentTile
 from kernels.grouped_gemm_fp8_specialized import SpecializedTile, _fp8_specialized_kernel
 from kernels.grouped_gemm_fp8_tma import ManyRowsTile, _many_rows_kernel
 from kernels.quantize import (
@@ -30,11 +27,11 @@ from kernels.quantize import (
     QuantizedBlocks,
     dequantize_blocks,
     dequantize_rows,
-    quantize_blocks,
     quantize_rows,
 )
 from tests.aot import ARCHS, aot, compile_ahead
-from tests.compare import assert_close_as_torch, assert_same_bits, max_rel
+from tests.compare import assert_same_bits, max_rel
+from tests.fp8_operands import check, draw_blocks, draw_rows, offsets_of
 from tests.gluon_aot import box, compile_gluon_ahead
 from tests.shapes import HIDDEN, INTERMEDIATE, NUM_TOKENS, WILD_INDEX
 
@@ -51,67 +48,6 @@ FEW_TILES = [
 ]
 MANY_TILES = [ManyRowsTile(64, 64, 4, 3), ManyRowsTile(128, 64, 8, 3), SpecializedTile(2, 6), SpecializedTile(3, 5)]
 """For packed rows."""
-
-
-def draw_blocks(slots: int, parts: int, rows: int, width: int, device: str, seed: int = 1) -> QuantizedBlocks:
-    """A bundle of weights whose blocks differ in size."""
-    generator = torch.Generator().manual_seed(seed)
-    w_SPND = torch.randn(slots, parts, rows, width, generator=generator) / width**0.5
-    w_SPND *= torch.linspace(0.5, 3.0, rows)[:, None] * torch.linspace(2.0, 0.5, width)
-    q = quantize_blocks(w_SPND)
-    return QuantizedBlocks(q.values.flatten(1, 2).to(device), q.scales.to(device))
-
-
-def draw_rows(num_rows: int, width: int, device: str, seed: int = 0) -> Quantized:
-    x_XD = torch.randn(num_rows, width, generator=torch.Generator().manual_seed(seed))
-    q = quantize_rows(x_XD * torch.linspace(0.2, 5.0, num_rows)[:, None])
-    return Quantized(q.values.to(device), q.scales.to(device))
-
-
-def offsets_of(counts, device: str) -> torch.Tensor:
-    return torch.tensor([0, *torch.tensor(counts).cumsum(0).tolist()], dtype=torch.int32, device=device)
-
-
-def plain(x: Quantized, w: QuantizedBlocks, counts, index, dtype: torch.dtype) -> torch.Tensor:
-    """The used rows by plain torch on the dequantised operands in `dtype`, one cast less than the op's."""
-    parts = w.scales.shape[1]
-    x_RD = dequantize_rows(x)[index.long()].to(dtype)
-    offsets, outputs = [0, *torch.tensor(counts).cumsum(0).tolist()], []
-    for slot, (start, end) in enumerate(pairwise(offsets)):
-        w_PND = dequantize_blocks(w.values[slot].unflatten(0, (parts, -1)), w.scales[slot]).to(dtype)
-        y = x_RD[start:end] @ w_PND.flatten(0, 1).T
-        if parts == 2:
-            gate, up = y.to(torch.promote_types(dtype, torch.float32)).chunk(2, -1)
-            y = functional.silu(gate) * up
-        outputs.append(y)
-    return torch.cat(outputs)
-
-
-def check(run, counts, parts, width, columns, *, device, out_dtype, indexed, spare=5, **options) -> None:
-    """Unused rows: their index is wild, rows of x that no index names and slots without rows are NaN."""
-    used = sum(counts)
-    w = draw_blocks(len(counts), parts, columns, width, device)
-    for slot, count in enumerate(counts):
-        if count == 0:
-            w.values[slot] = torch.full(w.values[slot].shape, torch.nan).to(FP8).to(device)
-            w.scales[slot] = torch.nan
-    x = draw_rows(used + 5, width, device)
-    if indexed:
-        index = torch.randperm(used, generator=torch.Generator().manual_seed(2)).to(device) + 2
-        index_R = torch.cat([index, torch.full((spare,), WILD_INDEX, device=device)]).to(torch.int32)
-        x.scales[:, :2], x.scales[:, used + 2 :] = torch.nan, torch.nan
-    else:
-        index, index_R = torch.arange(used, device=device), None
-        x.scales[:, used:] = torch.nan
-    ours = run(
-        x, w, offsets_of(counts, device), row_index_R=index_R, num_rows=used + spare, out_dtype=out_dtype, **options
-    )
-    assert ours.shape == (used + spare, columns) and ours.dtype == out_dtype
-    if used:
-        exact = plain(x, w, counts, index, torch.float64)
-        torchs = plain(x, w, counts, index, torch.float32).to(out_dtype)
-        assert_close_as_torch(ours[:used], torchs, exact, chain=width if out_dtype == torch.float32 else 0)
-        assert max_rel(ours[:used, -1], exact[:, -1]) < 2e-2
 
 
 @pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32])
@@ -203,10 +139,33 @@ def test_bits_do_not_depend_on_tile_kernel_or_batch(width, columns, parts):
             assert_same_bits(run(one, offsets_of((0, 1, 0), "cuda"), 1, tile), whole[row : row + 1])
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("unroll", [2, 4])
+@pytest.mark.parametrize("parts", [1, 2])
+def test_several_steps_an_iteration(parts, unroll):
+    """Same bits; the last columns of the width are nothing."""
+    x, w, offsets_S1 = (
+        draw_rows(20, 4000, "cuda"),
+        draw_blocks(3, parts, 256, 4000, "cuda"),
+        offsets_of((3, 0, 17), "cuda"),
+    )
+    one, more = (
+        grouped_gemm_fp8_triton(
+            x, w, offsets_S1, num_rows=20, out_dtype=torch.bfloat16, tile=FewRowsTile(16, 64, 4, 3, unroll=number)
+        )
+        for number in (1, unroll)
+    )
+    assert_same_bits(more, one)
+    options = {"device": "cuda", "out_dtype": torch.bfloat16, "indexed": True}
+    check(
+        grouped_gemm_fp8_triton, (7, 0, 31), parts, 4096, 256, tile=FewRowsTile(16, 64, 4, 3, unroll=unroll), **options
+    )
+
+
 def test_programs_of_a_few_rows_are_halved_where_all_of_them_fit_at_once(monkeypatch):
     """Of a card with 132 multiprocessors. mixtral's first product: 224 programs of 64 columns an expert."""
-    monkeypatch.setattr("kernels.grouped_gemm_fp8.device_generation", lambda x: 9)
-    monkeypatch.setattr("kernels.grouped_gemm_fp8.num_multiprocessors", lambda device: 132)
+    monkeypatch.setattr("kernels.fp8_tiles.device_generation", lambda x: 9)
+    monkeypatch.setattr("kernels.fp8_tiles.num_multiprocessors", lambda device: 132)
     x = torch.empty(1, device="meta")
 
     def tile(num_rows: int, slots: int, parts: int, columns: int, width: int) -> Fp8Tile:
@@ -215,8 +174,31 @@ def test_programs_of_a_few_rows_are_halved_where_all_of_them_fit_at_once(monkeyp
 
     assert tile(2, 8, 2, 14336, 4096) == FewRowsTile(16, 32, 4, 3)
     assert tile(4, 8, 2, 14336, 4096) == FewRowsTile(16, 64, 4, 3)  # 1792 halves, 924 fit
-    assert tile(2, 8, 1, 4096, 14336) == FewRowsTile(16, 64, 4, 6)  # 128 programs fit whole
-    assert tile(8, 32, 2, 2048, 7168) == FewRowsTile(16, 64, 4, 6)
+    assert tile(2, 8, 1, 4096, 14336) == FewRowsTile(16, 64, 4, 3, unroll=4)  # 128 programs, one a multiprocessor
+    assert tile(8, 32, 2, 2048, 7168) == FewRowsTile(16, 64, 4, 3, unroll=2)  # 256, two a multiprocessor
+    assert tile(8, 32, 2, 2048, 7168 - 128) == FewRowsTile(16, 64, 4, 6)  # 55 steps
+    assert tile(8, 128, 2, 768, 2048) == FewRowsTile(16, 64, 4, 6)  # 16 steps
+
+
+def test_weights_stay_for_many_short_rows(monkeypatch):
+    """And the first product is quantised where it is made from more rows on, where a slot's weights fit the cache."""
+    monkeypatch.setattr("kernels.fp8_tiles.device_generation", lambda x: 9)
+    x = torch.empty(1, device="meta")
+
+    def weights(slots: int, parts: int, columns: int, width: int) -> QuantizedBlocks:
+        values = torch.empty(slots, parts * columns, width, device="meta")
+        return QuantizedBlocks(values, torch.empty(slots, parts, 1, 1, device="meta"))
+
+    for width, num_rows, stays in ((768, 8192, True), (1024, 8192, True), (1152, 8192, False), (768, 8064, False)):
+        assert isinstance(fp8_tile(x, weights(128, 1, 2048, width), num_rows), ResidentTile) == stays
+    assert not isinstance(fp8_tile(x, weights(128, 2, 768, 768), 32768), ResidentTile)
+    for num_rows, sizes, fused in (
+        (32768, (128, 2, 768, 2048), True),
+        (16384, (128, 2, 768, 2048), False),
+        (32768, (32, 2, 2048, 7168), False),
+        (32768, (128, 2, 768, 2056), False),
+    ):
+        assert quantizes_swiglu(x, weights(*sizes), num_rows) == fused
 
 
 def test_a_tile_that_would_leave_wgmma_is_refused():
@@ -230,9 +212,9 @@ def test_a_tile_that_would_leave_wgmma_is_refused():
 
 def expert_rows(x_TD, w13: QuantizedBlocks, w2: QuantizedBlocks, offsets_S1, row_index_R, num_rows: int):
     """Both products, as the model calls them."""
-    options = {"num_rows": num_rows, "out_dtype": x_TD.dtype}
-    h_RF = grouped_gemm_swiglu_fp8(quantize_rows(x_TD), w13, offsets_S1, row_index_R=row_index_R, **options)
-    return grouped_gemm_fp8(quantize_rows(h_RF), w2, offsets_S1, **options)
+    options = {"row_index_R": row_index_R, "num_rows": num_rows, "dtype": x_TD.dtype}
+    h = grouped_gemm_swiglu_quantized(quantize_rows(x_TD), w13, offsets_S1, **options)
+    return grouped_gemm_fp8(h, w2, offsets_S1, num_rows=num_rows, out_dtype=x_TD.dtype)
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -323,7 +305,14 @@ def test_compiles_for_few_rows(arch, rows, parts):
     args: dict[str, object] = {"x_ptr": "*fp8e4nv", "x_scale_ptr": "*fp32", "w_scale_ptr": "*fp32", "y_ptr": "*bf16"}
     args |= {"w": f"tensordesc<fp8e4nv[{parts}, {tile.block_n}, 128]>" if tma else "*fp8e4nv", "W_DESC": tma}
     args |= {"offsets_ptr": "*i32", "index_ptr": "*i32", "num_columns": "i32", "width": "i32", "num_slots": "i32"}
-    args |= {"PARTS": parts, "EVEN_K": rows > 1, "BLOCK_S": 128, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n}
+    args |= {
+        "PARTS": parts,
+        "UNROLL": 2 if rows == 1 else 1,
+        "EVEN_K": rows > 1,
+        "BLOCK_S": 128,
+        "BLOCK_M": tile.block_m,
+        "BLOCK_N": tile.block_n,
+    }
     args |= {"num_x_rows": "i32", "SLOT_STEP": parts, "GROUP_M": 8, "PDL": arch >= 90}
     assert compile_ahead(_few_rows_kernel, arch, args, num_warps=tile.num_warps, num_stages=tile.num_stages)
 

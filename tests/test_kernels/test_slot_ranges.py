@@ -6,13 +6,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from kernels.fp8_tiles import FewRowsTile
 from kernels.grouped_gemm import (
     grouped_gemm_reference,
     grouped_gemm_swiglu_reference,
     grouped_gemm_swiglu_triton,
     grouped_gemm_triton,
 )
-from kernels.grouped_gemm_fp8 import FewRowsTile, grouped_gemm_fp8, grouped_gemm_fp8_triton
+from kernels.grouped_gemm_fp8 import grouped_gemm_fp8, grouped_gemm_fp8_triton
 from kernels.grouped_gemm_fp8_tma import ManyRowsTile
 from kernels.quantize import QuantizedBlocks, quantize_blocks, quantize_rows
 from kernels.row_tiles import ranges_of
