@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from kernels.combine import combine, combine_norm
+from kernels.gate_few import Undecided
 from kernels.pack import Packed, pack
 from kernels.rmsnorm import Norm, rmsnorm_residual
 
@@ -25,6 +26,7 @@ class ExpertInput:
     `handle` goes back to the same dispatcher's `combine`, once. Rows that came in fp8 bring their scales, as
     `kernels.quantize.Quantized` has them, and the dtype of the model, in which the experts give theirs back.
     `counters`, zeros as `kernels.pack.Packed` has them, come with rows of which no slot has one twice.
+    With `undecided` nobody knows yet which rows those are: the experts choose first, and fill the offsets.
     """
 
     rows_XD: Tensor
@@ -35,6 +37,7 @@ class ExpertInput:
     scales_GX: Tensor | None = None
     out_dtype: torch.dtype | None = None  # of the experts' rows; None: that of rows_XD
     counters: Tensor | None = None
+    undecided: Undecided | None = None
 
 
 class OwnSlots(NamedTuple):
@@ -119,6 +122,8 @@ class LocalHandle(NamedTuple):
 
     packed_row_TK: Tensor
     weights_TK: Tensor
+    in_order: bool = False
+    """As `kernels.combine.combine_norm` says."""
 
 
 class LocalDispatcher(Dispatcher):
@@ -141,17 +146,21 @@ class LocalDispatcher(Dispatcher):
         return OwnSlots(self.slot_of_E, self.num_slots)
 
     def dispatch(
-        self, x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor, packed: Packed | None = None
+        self, x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor, packed: Packed | Undecided | None = None
     ) -> ExpertInput:
-        """`packed`: what `pack` makes of the ids for `own_slots`, where the router has done it."""
+        """`packed`: what `pack` makes of the ids for `own_slots`, where the router has done it or left it open."""
+        undecided = packed if isinstance(packed, Undecided) else None
+        if isinstance(packed, Undecided):
+            packed = packed.packed
         packed = packed or pack(expert_ids_TK, self.slot_of_E, self.num_slots)
         return ExpertInput(
             rows_XD=x_TD,
             row_index_R=packed.row_token_R,
             offsets_S1=packed.offsets_S1,
             num_rows=expert_ids_TK.numel(),
-            handle=LocalHandle(packed.packed_row_TK, weights_TK),
+            handle=LocalHandle(packed.packed_row_TK, weights_TK, undecided is not None),
             counters=packed.counters,
+            undecided=undecided,
         )
 
     def combine(self, y_RD: Tensor, handle: LocalHandle) -> Tensor:
@@ -160,4 +169,5 @@ class LocalDispatcher(Dispatcher):
     def combine_norm(
         self, y_RD: Tensor, handle: LocalHandle, residual_TD: Tensor, norm: Norm, shared_TD: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        return combine_norm(y_RD, handle.packed_row_TK, handle.weights_TK, residual_TD, *norm, shared_TD)
+        rows = (y_RD, handle.packed_row_TK, handle.weights_TK)
+        return combine_norm(*rows, residual_TD, *norm, shared_TD, in_order=handle.in_order)

@@ -16,6 +16,7 @@ from typing import Literal
 from torch import Tensor
 
 from expert_parallel.dispatcher import Dispatcher, ExpertInput, LocalDispatcher
+from kernels.gate_few import Undecided
 from kernels.pack import Packed
 
 Combine = Literal["exact", "fast"]
@@ -46,10 +47,14 @@ class Traffic:
 
 
 def rounds(
-    dispatcher: Dispatcher, x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor, packed: Packed | None = None
+    dispatcher: Dispatcher,
+    x_TD: Tensor,
+    expert_ids_TK: Tensor,
+    weights_TK: Tensor,
+    packed: Packed | Undecided | None = None,
 ) -> Iterator[tuple[slice, ExpertInput]]:
     """Dispatches x in as many rounds as the ranks need together: the rows each took, and what experts get of it.
-    `packed`: for a dispatcher of one rank, which needs one round, what the router packed for its slots.
+    `packed`: for a dispatcher of one rank, which needs one round, what the router packed for its slots or left open.
 
     What is yielded is combined before the next is asked for. A plain `ExpertInput` holds all rows.
     """

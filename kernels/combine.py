@@ -41,14 +41,19 @@ def combine_norm(
     norm_D: Tensor,
     eps: float,
     shared_TD: Tensor | None = None,
+    *,
+    in_order: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """`rmsnorm_residual` of `combine` (+ shared): (normalised rows, new residual), each in the model dtype.
 
     Every step rounds as it does alone: the sum, the sum with the shared rows, the new residual.
+    `in_order`: the launch right before this one chose the experts, too, and laid row t * K + k for choice k of token t.
     `combine_norm_reference` is the definition.
     """
-    run = combine_norm_triton if uses_triton(y_RD) else combine_norm_reference
-    return run(y_RD, packed_row_TK, weights_TK, residual_TD, norm_D, eps, shared_TD)
+    operands = (y_RD, packed_row_TK, weights_TK, residual_TD, norm_D, eps, shared_TD)
+    if not uses_triton(y_RD):
+        return combine_norm_reference(*operands)
+    return combine_norm_triton(*operands, in_order=in_order)
 
 
 UNROLLED = tl.constexpr(16)
@@ -76,6 +81,21 @@ def _add_chosen(total, y_ptr, rows, weights, d, num_columns, stride_y, NUMBER: t
         here = rows[k] >= 0
         y = tl.load(y_ptr + rows[k].to(tl.int64) * stride_y + d, mask=here & (d < num_columns), other=0.0)
         total += tl.where(here, weights[k], 0.0) * y.to(tl.float32)
+    return total
+
+
+@triton.jit
+def _add_in_order(total, y_ptr, row_ptr, weights_ptr, token, in_batch, d, num_columns, stride_y, TOP_K: tl.constexpr):
+    """`add_experts`, where row t * K + k of y is choice k of token t: rows are asked for together with choices."""
+    rows, weights = _choices(row_ptr, weights_ptr, token * TOP_K, in_batch, TOP_K)
+    ys = ()
+    for k in tl.static_range(TOP_K):
+        y_row_ptr = y_ptr + (token * TOP_K + k) * stride_y
+        ys += (tl.load(y_row_ptr + d, mask=in_batch & (d < num_columns), other=0.0),)
+    for k in tl.static_range(TOP_K):
+        # What no expert has written may be anything.
+        y = tl.where(rows[k] >= 0, ys[k], 0.0)
+        total += tl.where(rows[k] >= 0, weights[k], 0.0) * y.to(tl.float32)
     return total
 
 
@@ -147,6 +167,7 @@ def _combine_norm_kernel(
     TOP_K: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    IN_ORDER: tl.constexpr,
     PDL: tl.constexpr,
 ):
     token = (tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R))[:, None]
@@ -156,7 +177,10 @@ def _combine_norm_kernel(
     residual = tl.load(residual_ptr + token * stride_residual + d, mask=used, other=0.0)
     norm = tl.load(norm_ptr + d, mask=d < num_columns, other=0.0)
     total = tl.zeros((BLOCK_R, BLOCK_D), tl.float32)
-    if TOP_K <= UNROLLED:
+    if IN_ORDER:
+        wait_for_inputs(PDL)
+        total = _add_in_order(total, y_ptr, row_ptr, weights_ptr, token, in_batch, d, num_columns, stride_y, TOP_K)
+    elif TOP_K <= UNROLLED:
         # The router's choices and the residual are older than the launch before this one, whose rows are waited for.
         rows, weights = _choices(row_ptr, weights_ptr, token * TOP_K, in_batch, TOP_K)
         wait_for_inputs(PDL)
@@ -201,6 +225,8 @@ def combine_norm_triton(
     norm_D: Tensor,
     eps: float,
     shared_TD: Tensor | None = None,
+    *,
+    in_order: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """`combine_norm` as one launch."""
     _check_operands(y_RD, packed_row_TK, weights_TK)
@@ -228,6 +254,7 @@ def combine_norm_triton(
         TOP_K=top_k,
         BLOCK_R=block_r,
         BLOCK_D=block_d,
+        IN_ORDER=in_order,
         num_warps=num_warps,
         **dependent_launch(y_RD, ahead=num_tokens <= AHEAD_ROWS),
     )

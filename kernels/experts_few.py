@@ -11,6 +11,9 @@ Pieces are taken in turn by a counter, so that who waits (a piece of the second 
 programs that run already, whatever else is on the GPU: no number of programs has to fit at once. The launch that packs
 the rows has set the counters to zero.
 
+The router may leave the choice of experts to this launch (`Undecided`): every program then chooses for itself, which
+takes less time than to wait for the one program that sees all, and for what it has written.
+
 The sums over K ascend, unsplit, in one fp32 accumulator, as in every other kernel here: the bits are the same.
 """
 
@@ -28,17 +31,22 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from kernels.checks import next_power_of_2
+from kernels.combine import UNROLLED
 from kernels.dependent_launch import dependent_launch
+from kernels.experts_few_choose import WARPS
 from kernels.experts_few_feed import BOXES, GROUPS, STAGE_BYTES, feed
 from kernels.experts_few_multiply import multiply
+from kernels.gate_few import Undecided
 from kernels.grouped_gemm_tma import tma_serves
+from kernels.routing import RoutingRule
 from kernels.row_tiles import slot_step
 from kernels.tiles import device_generation, num_multiprocessors
 
 FEW_TOKENS = 8
 """At most: the columns of the tensor core's smallest tile. Measured on an H200, us a layer in graphs, two launches /
 this one: qwen3 1 row 49.7 / 47.9, 2 rows 69.4 / 63.7, 4 rows 98.4 / 94.1, 8 rows 148.4 / 144.8; dsv2-lite 1 row 69.0 /
-67.7, 4 rows 118.4 / 117.7, 8 rows 162.4 / 161.7."""
+67.7, 4 rows 118.4 / 117.7, 8 rows 162.4 / 161.7. In another run, the router choosing / this launch: qwen3 1 row 48.4 /
+45.9, 2 rows 64.5 / 61.3, 4 rows 95.0 / 93.1; dsv2-lite 1 row 68.9 / 68.4, 4 rows 119.1 / 119.3."""
 
 _MOST_STAGES, _FEWEST_STAGES = 11, 7
 """Seven are dsv2-lite's, fewer have not been measured."""
@@ -46,7 +54,10 @@ _MOST_STAGES, _FEWEST_STAGES = 11, 7
 _MOST_SLOTS = 64
 """With rows at once: each has a counter."""
 
-_SHARED_BYTES = 218 << 10
+_MOST_EXPERTS = 256
+"""That are chosen among: eight places a lane."""
+
+_SHARED_BYTES = 216 << 10
 """Of a program: all of a multiprocessor's but what its barriers and exchanged sums take."""
 
 
@@ -56,16 +67,27 @@ _SHARED_BYTES = 218 << 10
 #   counters_ptr int32 [NUM_COUNTERS], zero; h_ptr [R, F], y_ptr [R, D]
 #   grid (multiprocessors,): a program takes pieces while there are any, see the header. fp32 accumulation, h and y cast
 #   once. Rows of no slot are neither read nor written; D and F are filled up with zeros.
+#   CHOICE, (experts, parts, top k, sigmoid, renormalize, BLOCK_E), and token_ptr None: row t * K + k of h and y is that
+#   of choice k of token t, T at most WARPS, and this launch chooses: from parts_ptr fp32 [P, T, E], bias_ptr fp32 [E]
+#   or None, real_ptr bool [T] or None, slot_of_ptr int32 [E]; it writes ids_ptr, packed_row_ptr int32 and weights_ptr
+#   fp32 [T, K], and the offsets
 
 
 # Sizes of the batch are not specialised on: a kernel compiled in the middle of a run would stall it.
-@gluon.jit(do_not_specialize=["num_tokens", "num_slots"])
+@gluon.jit(do_not_specialize=["num_tokens", "num_slots", "top_k"])
 def experts_few_kernel(
     x_ptr,
     w13_desc,
     w2_desc,
     offsets_ptr,
     token_ptr,
+    parts_ptr,
+    bias_ptr,
+    real_ptr,
+    slot_of_ptr,
+    ids_ptr,
+    weights_ptr,
+    packed_row_ptr,
     counters_ptr,
     h_ptr,
     y_ptr,
@@ -74,10 +96,14 @@ def experts_few_kernel(
     num_hidden,
     num_columns,
     stride_x8,
+    top_k,
+    epsilon,
+    scale,
     STAGES: gl.constexpr,
     BLOCK_S: gl.constexpr,
     BLOCK_D: gl.constexpr,
     BLOCK_F: gl.constexpr,
+    CHOICE: gl.constexpr,
     PDL: gl.constexpr,
 ):
     dtype: gl.constexpr = w13_desc.dtype
@@ -99,30 +125,48 @@ def experts_few_kernel(
         mbarrier.init(empty.index(i), count=1)
     for i in gl.static_range(PLACES):
         mbarrier.init(noted.index(i), count=1)
+    undecided, handed = None, None
+    if CHOICE is not None:
+        keys = gl.allocate_shared_memory(gl.int32, [WARPS, CHOICE[5]], PLAIN)
+        choices = gl.allocate_shared_memory(gl.int32, [WARPS, CHOICE[5]], PLAIN)
+        keys_there = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+        choices_there = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+        mbarrier.init(keys_there, count=1)
+        mbarrier.init(choices_there, count=1)
+        handed = (keys, keys_there, choices, choices_there)
+        given, out = (parts_ptr, bias_ptr, real_ptr, slot_of_ptr), (ids_ptr, weights_ptr, packed_row_ptr)
+        undecided = (given, out, num_tokens, top_k, epsilon, scale)
     fence_async_shared()
     sizes = (num_slots, num_hidden, num_columns)
     ring, board = (ws, full, empty), (notes, noted)
     rows = (x_ptr, token_ptr, h_ptr, y_ptr, num_tokens, stride_x8, xs, hs, swaps)
-    weights = (w13_desc, w2_desc, offsets_ptr)
+    weights = (w13_desc, w2_desc)
+    # fmt: off
     gl.warp_specialize(
         [
-            (multiply, (rows, counters_ptr, sizes, ring, board, STAGES, PLACES, PDL, 0)),
-            (multiply, (rows, counters_ptr, sizes, ring, board, STAGES, PLACES, PDL, 1)),
-            (feed, (weights, counters_ptr, sizes, ring, board, STAGES, PLACES, BLOCK_S, PDL)),
+            (multiply, (rows, undecided, handed, counters_ptr, sizes, ring, board, STAGES, PLACES, CHOICE, PDL, 0)),
+            (multiply, (rows, undecided, handed, counters_ptr, sizes, ring, board, STAGES, PLACES, CHOICE, PDL, 1)),
+            (feed, (
+                weights, offsets_ptr, undecided, handed, counters_ptr, sizes, ring, board,
+                STAGES, PLACES, BLOCK_S, CHOICE, PDL,
+            )),
         ],
         [4, 1],
         [120, 64],
     )
+    # fmt: on
 
 
-def num_stages(width: int, num_hidden: int) -> int:
-    """Of 16 KiB: as many as fit beside the rows of x, and those of h that each group has.
+def num_stages(width: int, num_hidden: int, num_experts: int = 0) -> int:
+    """Of 16 KiB: as many as fit beside the rows of x, those of h that each group has, and what is handed over of so
+    many experts that are chosen in the launch.
 
     >>> num_stages(2048, 768), num_stages(2048, 1408), num_stages(4096, 14336)
     (9, 7, -23)
     """
     rows = 16 * (_block_d(width) + GROUPS.value * _block_f(num_hidden))
-    return min(_MOST_STAGES, (_SHARED_BYTES - rows) // STAGE_BYTES.value)
+    choice = 8 * WARPS.value * _block_e(num_experts) if num_experts else 0
+    return min(_MOST_STAGES, (_SHARED_BYTES - rows - choice) // STAGE_BYTES.value)
 
 
 def _block_d(width: int) -> int:
@@ -133,19 +177,38 @@ def _block_f(num_hidden: int) -> int:
     return max(128, next_power_of_2(num_hidden))
 
 
+def _block_e(num_experts: int) -> int:
+    return max(32, next_power_of_2(num_experts))
+
+
 def serves_few_tokens(
     x_TD: Tensor, w13_S2FD: Tensor, w2_SDF: Tensor, offsets_S1: Tensor, token_R: Tensor, num_rows: int
 ) -> bool:
     """Whether this kernel takes these operands: gathered rows of few tokens, of 16 bits, on Hopper, and eight rows of x
     or h fit into shared memory beside the weights."""
+    return slot_step(offsets_S1) == 1 and _serves(x_TD, w13_S2FD, w2_SDF, num_rows)
+
+
+def serves_undecided(x_TD: Tensor, w13_S2FD: Tensor, w2_SDF: Tensor, num_experts: int, rule: RoutingRule) -> bool:
+    """Whether this kernel can choose, too, among so many experts: by a rule without groups, a row in each of four
+    warps, and no more experts a row than `combine_norm` asks for at once."""
+    return (
+        x_TD.shape[0] <= WARPS.value
+        and rule.num_groups == 1
+        and rule.top_k <= UNROLLED.value
+        and num_experts <= _MOST_EXPERTS
+        and _serves(x_TD, w13_S2FD, w2_SDF, x_TD.shape[0] * rule.top_k, num_experts)
+    )
+
+
+def _serves(x_TD: Tensor, w13_S2FD: Tensor, w2_SDF: Tensor, num_rows: int, num_experts: int = 0) -> bool:
     return (
         0 < x_TD.shape[0] <= FEW_TOKENS
         and device_generation(x_TD) == 9
         and 0 < min(num_rows, w2_SDF.shape[0]) <= _MOST_SLOTS
         and x_TD.dtype == w2_SDF.dtype
         and x_TD.dtype in (torch.bfloat16, torch.float16)
-        and slot_step(offsets_S1) == 1
-        and num_stages(*w2_SDF.shape[1:]) >= _FEWEST_STAGES
+        and num_stages(*w2_SDF.shape[1:], num_experts) >= _FEWEST_STAGES
         and tma_serves(x_TD, w13_S2FD)
         and tma_serves(x_TD, w2_SDF)
     )
@@ -162,16 +225,47 @@ def experts_few(
 ) -> Tensor:
     """y_RD: `grouped_gemm` with w2 of `grouped_gemm_swiglu` with w13 of the rows x[token], where `serves_few_tokens`.
     Unlike there, a token comes at most once in a slot. `counters`, zeros, are used up: they serve one launch."""
+    return _launch(x_TD, w13_S2FD, w2_SDF, offsets_S1, token_R, num_rows, counters, None)
+
+
+def experts_few_undecided(x_TD: Tensor, w13_S2FD: Tensor, w2_SDF: Tensor, undecided: Undecided) -> Tensor:
+    """The same of rows whose experts are still to be chosen, where `serves_undecided`: fills what `undecided` leaves
+    open. Row t * K + k of y is that of choice k of token t."""
+    offsets_S1, counters = undecided.packed.offsets_S1, undecided.packed.counters
+    assert counters is not None, "what is undecided has counters"
+    num_rows = undecided.packed.packed_row_TK.numel()
+    return _launch(x_TD, w13_S2FD, w2_SDF, offsets_S1, None, num_rows, counters, undecided)
+
+
+def _launch(
+    x_TD: Tensor,
+    w13_S2FD: Tensor,
+    w2_SDF: Tensor,
+    offsets_S1: Tensor,
+    token_R: Tensor | None,
+    num_rows: int,
+    counters: Tensor,
+    undecided: Undecided | None,
+) -> Tensor:
     (num_tokens, width), (num_slots, _, num_hidden) = x_TD.shape, w2_SDF.shape
     h_RF, y_RD = x_TD.new_empty(num_rows, num_hidden), x_TD.new_empty(num_rows, width)
     layout = gl.NVMMASharedLayout(128, 16, 2)  # as the tensor core reads it
     w13, w2 = w13_S2FD.view(-1, width), w2_SDF.view(-1, num_hidden)
+    tables, num_experts, choice, numbers = (None,) * 7, 0, None, (0, 0.0, 0.0)
+    if undecided is not None:
+        rule, (num_parts, _, num_experts) = undecided.rule, undecided.parts_PTE.shape
+        given = (undecided.parts_PTE, undecided.bias_E, undecided.real_T, undecided.slot_of_E)
+        tables = (*given, *undecided.routing, undecided.packed.packed_row_TK)
+        kind = (rule.score == "sigmoid", rule.renormalize, _block_e(num_experts))
+        choice = (num_experts, num_parts, rule.top_k, *kind)
+        numbers = (rule.top_k, float(rule.epsilon), float(rule.scale))
     experts_few_kernel[(num_multiprocessors(x_TD.device),)](
         x_TD,
         TensorDescriptor(w13, list(w13.shape), list(w13.stride()), [16, 64], layout),
         TensorDescriptor(w2, list(w2.shape), list(w2.stride()), [64, 64], layout),
         offsets_S1,
         token_R,
+        *tables,
         counters,
         h_RF,
         y_RD,
@@ -180,10 +274,12 @@ def experts_few(
         num_hidden,
         width,
         x_TD.stride(0) // 8,
-        STAGES=num_stages(width, num_hidden),
+        *numbers,
+        STAGES=num_stages(width, num_hidden, num_experts),
         BLOCK_S=max(32, next_power_of_2(num_slots)),
         BLOCK_D=_block_d(width),
         BLOCK_F=_block_f(num_hidden),
+        CHOICE=choice,
         num_warps=4,
         maxnreg=120,  # room for programs of the launches before and after beside this one's
         **dependent_launch(x_TD),

@@ -3,7 +3,8 @@ No launcher.
 
 Knows slots, pieces and the copy engine; knows nothing of what is computed. A piece of the first product is COLUMNS of a
 slot's h: as many rows of gate and of up. A piece of the second product is ROWS of a slot's w2. All pieces of the first
-product, slot by slot, come before those of the second.
+product, slot by slot, come before those of the second. The slots with rows are found in the offsets of packed rows, or,
+where the router has chosen nothing, in what experts_few_choose.py hands over.
 
 Each piece takes the next stages of the ring, one at least, and the next place on a board, where its note stands: who
 multiplies it reads there what it is.
@@ -18,6 +19,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.language.extra.cuda import gdc_wait
+
+from kernels.experts_few_choose import LOWEST, row_of_table
 
 GROUPS = gl.constexpr(2)
 """Of four warps that multiply, piece by piece in turn. One group, us a layer where two take the second number: qwen3 1
@@ -50,10 +53,10 @@ def _wait_for_turn(step, full, empty, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def _ask_first(w_desc, ring, step, row, up_row, width, STAGES: gl.constexpr):
-    """Rows `row` on of gate and `up_row` on of up, in stages of 256 columns."""
+def _ask_first(w_desc, ring, step, row, up_row, begin, width, STAGES: gl.constexpr):
+    """Rows `row` on of gate and `up_row` on of up, columns from `begin` on, in stages of 256."""
     ws, full, empty = ring
-    for first in range(0, width, 256):
+    for first in range(begin, width, 256):
         stage = step % STAGES
         ready = full.index(stage)
         _wait_for_turn(step, full, empty, STAGES)
@@ -84,26 +87,125 @@ def _ask_second(w_desc, ring, step, row, width, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def feed(
-    weights, counters_ptr, sizes, ring, board,
-    STAGES: gl.constexpr, PLACES: gl.constexpr, BLOCK_S: gl.constexpr, PDL: gl.constexpr,
-):  # fmt: skip
-    """Takes pieces until there are no more, notes each for those who multiply, and asks for its weights."""
+def _numbered(here, first):
+    """The places that are `here`, numbered from `first` on; -1 for the others."""
+    return gl.where(here != 0, first - 1 + gl.associative_scan(here, 0, _add), -1)
+
+
+@gluon.jit
+def _packed_slots(offsets_ptr, counters_ptr, num_slots, BLOCK_S: gl.constexpr, PDL: gl.constexpr):
+    """(first piece, slots with rows, the number, start and end of each slot)."""
     SLOTS: gl.constexpr = gl.BlockedLayout([BLOCK_S // 32], [32], [1], [0])
-    LANES: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    w13_desc, w2_desc, offsets_ptr = weights
-    num_slots, num_hidden, num_columns = sizes
-    notes, noted = board
     if PDL:
         gdc_wait()
     s = gl.arange(0, BLOCK_S, layout=SLOTS)
     starts = gl.load(offsets_ptr + s, mask=s < num_slots, other=0)
     ends = gl.load(offsets_ptr + s + 1, mask=s < num_slots, other=0)
     piece = gl.atomic_add(counters_ptr, 1, sem="relaxed")
-    # Slots with rows, numbered.
     here = (ends > starts).to(gl.int32)
-    until = gl.associative_scan(here, 0, _add)
+    return piece, gl.sum(here, axis=0), _numbered(here, 0), starts, ends
+
+
+@gluon.jit
+def _chosen_slots(
+    w13_desc, undecided, handed, counters_ptr, sizes, ring,
+    STAGES: gl.constexpr, CHOICE: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """(first piece, columns of it that are asked for already, slots with rows, the number and slot of each expert).
+
+    The experts of the first row come first, best first: so the slot of the first piece is mostly known long before all
+    rows have chosen."""
+    NUM_EXPERTS: gl.constexpr = CHOICE[0]
+    TOP_K: gl.constexpr = CHOICE[2]
+    BLOCK_E: gl.constexpr = CHOICE[5]
+    EXPERTS: gl.constexpr = gl.BlockedLayout([BLOCK_E // 32], [32], [1], [0])
+    LANES: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    num_slots, num_hidden, num_columns = sizes
+    keys, keys_there, choices, choices_there = handed
+    # What the router does not write is older than its launch.
+    expert, lane = gl.arange(0, BLOCK_E, layout=EXPERTS), gl.arange(0, 32, layout=LANES)
+    real_ptr, slot_of_ptr, num_tokens = undecided[0][2], undecided[0][3], undecided[2]
+    slot_of = gl.load(slot_of_ptr + expert, mask=expert < NUM_EXPERTS, other=-1)
+    slot_of = gl.where(slot_of < num_slots, slot_of, -1)
+    in_order = gl.min(gl.where(expert < NUM_EXPERTS, slot_of, 0), axis=0) >= 0
+    if real_ptr is not None:
+        in_order = in_order & (gl.load(real_ptr) != 0)
+    if PDL:
+        gdc_wait()
+    # By one lane, and without the wait for its answer that a scalar would bring.
+    taken = gl.atomic_add(counters_ptr + lane * 0, lane * 0 + 1, mask=lane == 0, sem="relaxed")
+    piece = gl.sum(gl.where(lane == 0, taken, 0), axis=0)
+    per_first = (num_hidden + COLUMNS - 1) // COLUMNS
+    number = piece // per_first
+    column = (piece - number * per_first) * COLUMNS
+    asked = piece * 0
+    mbarrier.wait(keys_there, 0)
+    if in_order & (number < TOP_K):
+        key, first = row_of_table(keys, 0, EXPERTS), piece * 0
+        for _ in range(number + 1):
+            first = gl.min(gl.where(key == gl.max(key, axis=0), expert, 0x7FFFFFFF), axis=0)
+            key = gl.where(expert == first, LOWEST, key)
+        row = gl.max(gl.where(expert == first, slot_of, -1), axis=0) * 2 * num_hidden + column
+        asked = gl.minimum(num_columns, AHEAD * 256)
+        _ask_first(w13_desc, ring, piece * 0, row, row + num_hidden, 0, asked, STAGES)
+    mbarrier.wait(choices_there, 0)
+    choice = row_of_table(choices, 0, EXPERTS)
+    here = (choice >= 0).to(gl.int32)
+    for t in range(1, num_tokens):
+        here = here | (row_of_table(choices, t, EXPERTS) >= 0).to(gl.int32)
     num_full = gl.sum(here, axis=0)
+    ahead = in_order & (choice >= 0)
+    later = gl.where(ahead, 0, here)
+    number_of = gl.where(ahead, choice, _numbered(later, num_full - gl.sum(later, axis=0)))
+    return piece, asked, num_full, number_of, slot_of
+
+
+@gluon.jit
+def _rows_of_tokens(choices, mine, lane, num_tokens, CHOICE: gl.constexpr):
+    """In the lanes from 8 on: the row of each token whose choice is `mine`, plus one; else zero. Row t * K + k is that
+    of choice k of token t."""
+    TOP_K: gl.constexpr = CHOICE[2]
+    EXPERTS: gl.constexpr = gl.BlockedLayout([CHOICE[5] // 32], [32], [1], [0])
+    rows = lane * 0
+    for t in range(num_tokens):
+        choice = gl.max(gl.where(mine, row_of_table(choices, t, EXPERTS), -1), axis=0)
+        rows = gl.where((lane == 8 + t) & (choice >= 0), t * TOP_K + choice + 1, rows)
+    return rows
+
+
+@gluon.jit
+def _write_offsets(offsets_ptr, choices, slot_of, num_tokens, num_slots, BLOCK_S: gl.constexpr, CHOICE: gl.constexpr):
+    """How many rows go to the slots before each, for who counts them."""
+    TOP_K: gl.constexpr = CHOICE[2]
+    EXPERTS: gl.constexpr = gl.BlockedLayout([CHOICE[5] // 32], [32], [1], [0])
+    s = gl.arange(0, 2 * BLOCK_S, layout=gl.BlockedLayout([BLOCK_S // 16], [32], [1], [0]))
+    rows = s * 0
+    for t in range(num_tokens):
+        choice = row_of_table(choices, t, EXPERTS)
+        for k in range(TOP_K):
+            own = gl.max(gl.where(choice == k, slot_of, -1), axis=0)
+            rows += ((own >= 0) & (own < s)).to(gl.int32)
+    gl.store(offsets_ptr + s, rows, mask=s <= num_slots)
+
+
+@gluon.jit
+def feed(
+    weights, offsets_ptr, undecided, handed, counters_ptr, sizes, ring, board,
+    STAGES: gl.constexpr, PLACES: gl.constexpr, BLOCK_S: gl.constexpr, CHOICE: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """Takes pieces until there are no more, notes each for those who multiply, and asks for its weights."""
+    LANES: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    w13_desc, w2_desc = weights
+    num_slots, num_hidden, num_columns = sizes
+    notes, noted = board
+    if CHOICE is None:
+        piece, num_full, number_of, starts, ends = _packed_slots(offsets_ptr, counters_ptr, num_slots, BLOCK_S, PDL)
+        slot_of = gl.arange(0, BLOCK_S, layout=gl.BlockedLayout([BLOCK_S // 32], [32], [1], [0]))
+        asked = piece * 0
+    else:
+        piece, asked, num_full, number_of, slot_of = _chosen_slots(
+            w13_desc, undecided, handed, counters_ptr, sizes, ring, STAGES, CHOICE, PDL
+        )
     per_first, per_second = (num_hidden + COLUMNS - 1) // COLUMNS, (num_columns + ROWS - 1) // ROWS
     num_first = num_full * per_first
     lane = gl.arange(0, 32, layout=LANES)
@@ -114,11 +216,15 @@ def feed(
         per = gl.where(second != 0, per_second, per_first)
         number = own // per
         column = (own - number * per) * gl.where(second != 0, ROWS, COLUMNS)
-        slot = gl.sum((until <= number).to(gl.int32), axis=0)
-        start = gl.sum(gl.where(s == slot, starts, 0), axis=0)
-        end = gl.sum(gl.where(s == slot, ends, 0), axis=0)
-        note = gl.where(lane == 0, number + 1, 0) + gl.where(lane == 1, column, 0) + gl.where(lane == 2, start, 0)
-        note += gl.where(lane == 3, end, 0) + gl.where(lane == 4, second, 0) + gl.where(lane == 5, step, 0)
+        mine = number_of == number
+        slot = gl.max(gl.where(mine, slot_of, 0), axis=0)
+        note = gl.where(lane == 0, number + 1, 0) + gl.where(lane == 1, column, 0)
+        note += gl.where(lane == 4, second, 0) + gl.where(lane == 5, step, 0)
+        if CHOICE is None:
+            note += gl.where(lane == 2, gl.sum(gl.where(mine, starts, 0), axis=0), 0)
+            note += gl.where(lane == 3, gl.sum(gl.where(mine, ends, 0), axis=0), 0)
+        else:
+            note += _rows_of_tokens(handed[2], mine, lane, undecided[2], CHOICE)
         # The place is free: the piece that many turns ago has left the ring.
         notes.index(turn % PLACES).store(note)
         mbarrier.arrive(noted.index(turn % PLACES), count=1)
@@ -127,9 +233,16 @@ def feed(
             step = _ask_second(w2_desc, ring, step, slot * num_columns + column, num_hidden, STAGES)
         else:
             row = slot * 2 * num_hidden + column
-            step = _ask_first(w13_desc, ring, step, row, row + num_hidden, num_columns, STAGES)
+            # Some of the first piece may have been asked for.
+            step += (asked + 255) // 256
+            step = _ask_first(w13_desc, ring, step, row, row + num_hidden, asked, num_columns, STAGES)
+            asked = piece * 0
         piece = gl.atomic_add(counters_ptr, 1, sem="relaxed")
     for _ in gl.static_range(GROUPS):
         notes.index(turn % PLACES).store(gl.zeros([32], gl.int32, LANES))
         mbarrier.arrive(noted.index(turn % PLACES), count=1)
         turn += 1
+    if CHOICE is not None:  # noqa: SIM102 (one is known when it is compiled, one is not)
+        if gl.program_id(0) == 0:
+            # The last pieces are still multiplied.
+            _write_offsets(offsets_ptr, handed[2], slot_of, undecided[2], num_slots, BLOCK_S, CHOICE)

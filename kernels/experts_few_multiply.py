@@ -4,6 +4,7 @@ launcher.
 Knows slots, pieces and the ring that experts_few_feed.py fills; asks for no weights. All rows of x lie in shared
 memory, as the eight columns of the tensor core's smallest tile, and are multiplied with every piece of a first product:
 sums that are no row of the slot are not written. Rows of h come there when their slot's first product is done.
+Before the first piece, where the router has chosen nothing, the first group chooses (experts_few_choose.py).
 """
 
 # pyright: reportCallIssue=false, reportArgumentType=false, reportAssignmentType=false
@@ -22,6 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from kernels.experts_few_choose import choose
 from kernels.experts_few_feed import BOXES, COLUMNS, GROUPS
 
 _barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # its name until Triton 3.6
@@ -74,46 +76,63 @@ def _copy_rows(ptr, stride8, row, there, width, xs):
 
 
 @gluon.jit
-def _first(step, place, token_ptr, h_ptr, sizes, x_chunks, swap, ring, STAGES: gl.constexpr):
+def _rows_of_tokens(note, place, token_ptr, LAYOUT: gl.constexpr):
+    """The row of each of eight tokens with this slot, else -1: looked up, or, without a table, as the note says."""
+    if token_ptr is None:
+        row = note.slice(8, 8).load(LAYOUT) - 1
+    else:
+        _, start, end = place
+        token = gl.arange(0, 8, LAYOUT)
+        row = token * 0 - 1
+        for j in gl.static_range(8):
+            row = gl.where(token == gl.load(token_ptr + start + j, mask=start + j < end, other=-1), start + j, row)
+    return row
+
+
+@gluon.jit
+def _rows_of_slot(note, place, token_ptr, LAYOUT: gl.constexpr):
+    """Its rows, up to eight, one behind the other; without a table those of tokens."""
+    if token_ptr is None:
+        row = note.slice(8, 8).load(LAYOUT) - 1
+    else:
+        row = place[1] + gl.arange(0, 8, LAYOUT)
+        row = gl.where(row < place[2], row, -1)
+    return row
+
+
+@gluon.jit
+def _first(step, note, place, token_ptr, h_ptr, sizes, x_chunks, swap, ring, STAGES: gl.constexpr):
     """16 columns of h for the rows of a slot. `place` is (column, first row, end)."""
     OUT: gl.constexpr = gl.BlockedLayout([1, 1], [16, 2], [1, 4], [0, 1])
-    column, start, end = place
     _, num_hidden, num_columns = sizes
-    tokens = ()
-    for j in gl.static_range(8):
-        tokens += (gl.load(token_ptr + start + j, mask=start + j < end, other=-1),)
+    row = _rows_of_tokens(note, place, token_ptr, gl.SliceLayout(0, OUT))
     acc = _sweep(step, num_columns, x_chunks, ring, 4, STAGES)
     # Gate and up of a column were summed by different warps.
     swap.store(acc)
     _barrier()
     gate, up = swap.slice(0, 16).load(OUT), swap.slice(16, 16).load(OUT)
     h = (gate / (1.0 + gl.exp(-gate)) * up).to(h_ptr.dtype.element_ty)
-    # All tokens were multiplied, in their order; the row of each with this slot, if it has one:
-    t = gl.arange(0, 8, gl.SliceLayout(0, OUT))
-    row = t * 0 - 1
-    for j in gl.static_range(8):
-        row = gl.where(t == tokens[j], start + j, row)
-    n = column + gl.arange(0, 16, gl.SliceLayout(1, OUT))
+    # All tokens were multiplied, in their order.
+    n = place[0] + gl.arange(0, 16, gl.SliceLayout(1, OUT))
     mask = (row >= 0)[None, :] & (n < num_hidden)[:, None]
     gl.store(h_ptr + row[None, :] * num_hidden + n[:, None], h, mask=mask)
 
 
 @gluon.jit
-def _second(step, place, y_ptr, sizes, h_chunks, ring, STAGES: gl.constexpr):
+def _second(step, note, place, token_ptr, y_ptr, sizes, h_chunks, ring, STAGES: gl.constexpr):
     """64 columns of y for the rows of a slot."""
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 16])
-    column, start, end = place
     _, num_hidden, num_columns = sizes
+    row = _rows_of_slot(note, place, token_ptr, gl.SliceLayout(0, SUMS))[None, :]
     acc = _sweep(step, num_hidden, h_chunks, ring, 2, STAGES)
-    n = column + gl.arange(0, 64, gl.SliceLayout(1, SUMS))[:, None]
-    row = start + gl.arange(0, 8, gl.SliceLayout(0, SUMS))[None, :]
-    gl.store(y_ptr + row * num_columns + n, acc.to(y_ptr.dtype.element_ty), mask=(row < end) & (n < num_columns))
+    n = place[0] + gl.arange(0, 64, gl.SliceLayout(1, SUMS))[:, None]
+    gl.store(y_ptr + row * num_columns + n, acc.to(y_ptr.dtype.element_ty), mask=(row >= 0) & (n < num_columns))
 
 
 @gluon.jit
 def multiply(
-    rows, counters_ptr, sizes, ring, board,
-    STAGES: gl.constexpr, PLACES: gl.constexpr, PDL: gl.constexpr, GROUP: gl.constexpr,
+    rows, undecided, handed, counters_ptr, sizes, ring, board,
+    STAGES: gl.constexpr, PLACES: gl.constexpr, CHOICE: gl.constexpr, PDL: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
     """Multiplies the noted pieces in their order, all groups in turn."""
     COPY: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [1, 4], [1, 0])
@@ -125,6 +144,8 @@ def multiply(
     h_chunks = hs._reinterpret(xs.dtype, [hs.shape[1] // 64, 8, 64], SWIZZLED)
     _, num_hidden, num_columns = sizes
     notes, noted = board
+    if CHOICE is not None and GROUP == 0:
+        choose(undecided, handed, sizes[0], CHOICE, PDL)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -135,14 +156,15 @@ def multiply(
     per_first = (num_hidden + COLUMNS - 1) // COLUMNS
     turn, held = num_tokens * 0 + GROUP, num_tokens * 0 - 1
     mbarrier.wait(noted.index(GROUP), 0)
-    note = notes.index(GROUP).load(LANES)
-    number = _pick(note, lane, 0) - 1
+    note = notes.index(GROUP)
+    values = note.load(LANES)
+    number = _pick(values, lane, 0) - 1
     while number >= 0:
-        start, end = _pick(note, lane, 2), _pick(note, lane, 3)
-        place, step = (_pick(note, lane, 1), start, end), _pick(note, lane, 5)
+        place = (_pick(values, lane, 1), _pick(values, lane, 2), _pick(values, lane, 3))
+        step = _pick(values, lane, 5)
         done_ptr = counters_ptr + _DONE + number * _APART
-        if _pick(note, lane, 4) == 0:
-            _first(step, place, token_ptr, h_ptr, sizes, x_chunks, swap, ring, STAGES)
+        if _pick(values, lane, 4) == 0:
+            _first(step, note, place, token_ptr, h_ptr, sizes, x_chunks, swap, ring, STAGES)
             # All threads have written when the piece is counted.
             _barrier()
             gl.atomic_add(done_ptr, 1, sem="release")
@@ -150,10 +172,11 @@ def multiply(
             if number != held:
                 while gl.atomic_add(done_ptr, 0, sem="acquire") < per_first:
                     pass
-                held, row = number, start + m
-                _copy_rows(h_ptr, num_hidden // 8, row, row < end, num_hidden, hs)
-            _second(step, place, y_ptr, sizes, h_chunks, ring, STAGES)
+                held, row = number, _rows_of_slot(note, place, token_ptr, gl.SliceLayout(1, COPY))
+                _copy_rows(h_ptr, num_hidden // 8, row, row >= 0, num_hidden, hs)
+            _second(step, note, place, token_ptr, y_ptr, sizes, h_chunks, ring, STAGES)
         turn += GROUPS
         mbarrier.wait(noted.index(turn % PLACES), turn // PLACES & 1)
-        note = notes.index(turn % PLACES).load(LANES)
-        number = _pick(note, lane, 0) - 1
+        note = notes.index(turn % PLACES)
+        values = note.load(LANES)
+        number = _pick(values, lane, 0) - 1

@@ -7,6 +7,9 @@ choice, so the same bits.
 Programs multiply the parts of K side by side and count themselves. The last one sees all parts: it sums them, chooses
 and packs, and sets the counter back to zero for the next launch. The norm before the router may come along: then every
 program normalises its rows whole, in the tile of rmsnorm.py, and the first one writes them.
+
+Where the launch of the experts can choose (experts_few.py), this one ends with the parts: nobody waits for its last
+program then.
 """
 
 # Launch options such as num_warps are no parameters of a kernel.
@@ -66,13 +69,27 @@ def gate_and_pack(
     return routing, pack(routing.expert_ids_TK, slot_of_E, num_slots)
 
 
+class Undecided(NamedTuple):
+    """What is left to the launch of the experts: to sum the parts of the logits and to choose. It fills `routing` and
+    `packed`, but for the tokens of rows, which lie in the order of choices: row t * K + k is choice k of token t."""
+
+    parts_PTE: Tensor
+    bias_E: Tensor | None
+    rule: RoutingRule
+    slot_of_E: Tensor
+    real_T: Tensor | None
+    routing: Routing
+    packed: Packed
+
+
 class NormedRouting(NamedTuple):
-    """The rows that were routed: their norm and the new residual, and what `gate_and_pack` makes of the former."""
+    """The rows that were routed: their norm and the new residual, and what `gate_and_pack` or `leave_open` makes of the
+    former."""
 
     y_TD: Tensor
     new_residual_TD: Tensor
     routing: Routing
-    packed: Packed
+    packed: Packed | Undecided
 
 
 def norm_gate_and_pack(
@@ -105,11 +122,14 @@ _NORM_ENTRIES = 8192
 def norm_serves(x_TD: Tensor, top_k: int) -> bool:
     """Whether the norm comes along: not of so many entries, and where rows lie in the threads as they do in rmsnorm.py
     whatever their number (see `tile_of_many` there)."""
+    return serves(x_TD.shape[0], top_k) and _norm_fits(x_TD)
+
+
+def _norm_fits(x_TD: Tensor) -> bool:
     num_tokens, width = x_TD.shape
     rows, block_c, _ = norm_tile(width)
     return (
-        serves(num_tokens, top_k)
-        and x_TD.dtype != torch.float32
+        x_TD.dtype != torch.float32
         and rows == 1
         and next_power_of_2(num_tokens) * block_c <= _NORM_ENTRIES
         and width % 16 == 0
@@ -133,7 +153,8 @@ def _block_t(num_tokens: int, num_warps: int = 4) -> int:
 #   residual_ptr [T, K], rows strided, or None: rows are those of y = norm(x + residual), with norm_ptr [K], and y_ptr,
 #   sum_ptr (the new residual) [T, K] take them
 #   grid (cdiv(E, BLOCK_N), P): a program owns a tile of [T, E] and one part; the last to end routes and packs, T <=
-#   BLOCK_T. fp32 accumulation; rows, experts and columns beyond the last are read as zero.
+#   BLOCK_T; without counter_ptr nobody does. fp32 accumulation; rows, experts and columns beyond the last are read as
+#   zero.
 
 
 @triton.jit
@@ -235,42 +256,44 @@ def _gate_few_kernel(
     part = tl.dot(x, w, tl.zeros((_ROWS, BLOCK_N), tl.float32), input_precision="ieee")
     part_ptr = parts_ptr + (tl.program_id(1) * num_tokens + row)[:, None] * NUM_EXPERTS + column[None, :]
     tl.store(part_ptr, part, mask=(row < num_tokens)[:, None] & (column < NUM_EXPERTS)[None, :])
-    # All threads have written when the program counts itself; who comes last sees what the others wrote before.
-    tl.debug_barrier()
-    if tl.atomic_add(counter_ptr, 1, sem="acq_rel", scope="gpu") < tl.num_programs(0) * tl.num_programs(1) - 1:
-        return
-    tl.store(counter_ptr, 0)
+    if counter_ptr is not None:
+        # All threads have written when the program counts itself; who comes last sees what the others wrote before.
+        tl.debug_barrier()
+        if tl.atomic_add(counter_ptr, 1, sem="acq_rel", scope="gpu") < tl.num_programs(0) * tl.num_programs(1) - 1:
+            return
+        tl.store(counter_ptr, 0)
 
-    token, choice = tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_K)[None, :]
-    in_batch = (token < num_tokens)[:, None]
-    _, expert, is_expert = expert_places(NUM_EXPERTS, NUM_GROUPS, BLOCK_G, BLOCK_S)
-    slot = tl.load(slot_of_ptr + expert, mask=is_expert, other=-1)
-    slot = tl.where((slot >= 0) & (slot < num_slots), slot, num_slots)
-    logits = tl.zeros((BLOCK_T, BLOCK_G * BLOCK_S), tl.float32)
-    for p in tl.static_range(NUM_PARTS):
-        part_ptr = parts_ptr + (p * num_tokens + token)[:, None] * NUM_EXPERTS + expert
-        # Past the L1 cache, which knows nothing of other multiprocessors' stores.
-        logits += tl.load(part_ptr, mask=in_batch & is_expert, other=0.0, cache_modifier=".cg")
-    ids, weights, slots = choose_experts(
-        logits, in_batch, bias_ptr, slot, epsilon, scale,
-        NUM_EXPERTS, TOP_K, SIGMOID, NUM_GROUPS, TOPK_GROUPS, TOP2_SUM, RENORMALIZE, BLOCK_T, BLOCK_G, BLOCK_S, BLOCK_K,
-    )  # fmt: skip
-    if real_ptr is not None:
-        real = tl.load(real_ptr + token, mask=token < num_tokens, other=0)[:, None] != 0
-        ids, slots = tl.where(real, ids, -1), tl.where(real, slots, num_slots)
-    wanted = in_batch & (choice < TOP_K)
-    out = token[:, None] * TOP_K + choice
-    tl.store(ids_ptr + out, ids, mask=wanted)
-    tl.store(weights_ptr + out, weights, mask=wanted)
-    # Behind the slots come choices without one, behind those the places that are no choice.
-    slots = tl.reshape(tl.where(wanted, slots, num_slots + 1), (BLOCK_T * BLOCK_K,))
-    rows, offsets = _places(slots, BLOCK_T * BLOCK_K, BINS)  # pyright: ignore
-    bins, place = tl.arange(0, BINS), tl.arange(0, BLOCK_T * BLOCK_K)
-    tl.store(offsets_ptr + bins, offsets, mask=bins <= num_slots)
-    token_of_place, here = place // BLOCK_K, slots < num_slots
-    packed_ptr = packed_row_ptr + token_of_place * TOP_K + place % BLOCK_K
-    tl.store(packed_ptr, tl.where(here, rows, -1), mask=slots <= num_slots)
-    tl.store(row_token_ptr + rows, token_of_place, mask=here)
+        token, choice = tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_K)[None, :]
+        in_batch = (token < num_tokens)[:, None]
+        _, expert, is_expert = expert_places(NUM_EXPERTS, NUM_GROUPS, BLOCK_G, BLOCK_S)
+        slot = tl.load(slot_of_ptr + expert, mask=is_expert, other=-1)
+        slot = tl.where((slot >= 0) & (slot < num_slots), slot, num_slots)
+        logits = tl.zeros((BLOCK_T, BLOCK_G * BLOCK_S), tl.float32)
+        for p in tl.static_range(NUM_PARTS):
+            part_ptr = parts_ptr + (p * num_tokens + token)[:, None] * NUM_EXPERTS + expert
+            # Past the L1 cache, which knows nothing of other multiprocessors' stores.
+            logits += tl.load(part_ptr, mask=in_batch & is_expert, other=0.0, cache_modifier=".cg")
+        ids, weights, slots = choose_experts(
+            logits, in_batch, bias_ptr, slot, epsilon, scale,
+            NUM_EXPERTS, TOP_K, SIGMOID, NUM_GROUPS, TOPK_GROUPS, TOP2_SUM, RENORMALIZE,
+            BLOCK_T, BLOCK_G, BLOCK_S, BLOCK_K,
+        )  # fmt: skip
+        if real_ptr is not None:
+            real = tl.load(real_ptr + token, mask=token < num_tokens, other=0)[:, None] != 0
+            ids, slots = tl.where(real, ids, -1), tl.where(real, slots, num_slots)
+        wanted = in_batch & (choice < TOP_K)
+        out = token[:, None] * TOP_K + choice
+        tl.store(ids_ptr + out, ids, mask=wanted)
+        tl.store(weights_ptr + out, weights, mask=wanted)
+        # Behind the slots come choices without one, behind those the places that are no choice.
+        slots = tl.reshape(tl.where(wanted, slots, num_slots + 1), (BLOCK_T * BLOCK_K,))
+        rows, offsets = _places(slots, BLOCK_T * BLOCK_K, BINS)  # pyright: ignore
+        bins, place = tl.arange(0, BINS), tl.arange(0, BLOCK_T * BLOCK_K)
+        tl.store(offsets_ptr + bins, offsets, mask=bins <= num_slots)
+        token_of_place, here = place // BLOCK_K, slots < num_slots
+        packed_ptr = packed_row_ptr + token_of_place * TOP_K + place % BLOCK_K
+        tl.store(packed_ptr, tl.where(here, rows, -1), mask=slots <= num_slots)
+        tl.store(row_token_ptr + rows, token_of_place, mask=here)
 
 
 def gate_and_pack_triton(
@@ -286,8 +309,8 @@ def gate_and_pack_triton(
 ) -> tuple[Routing, Packed]:
     """`gate_and_pack` of at most FEW_ROWS rows as one launch."""
     operands = (weight_ED, bias_E, rule, slot_of_E, num_slots)
-    routed = _launch(x_TD, None, None, *operands, real_T=real_T, counter_1=counter_1)
-    return routed.routing, routed.packed
+    *_, undecided = _launch(x_TD, None, None, *operands, real_T=real_T, counter_1=counter_1)
+    return undecided.routing, undecided.packed
 
 
 def norm_gate_and_pack_triton(
@@ -306,7 +329,32 @@ def norm_gate_and_pack_triton(
     """`norm_gate_and_pack` of rows that `norm_serves`, as one launch."""
     check_residual(x_TD, residual_TD)
     operands = (weight_ED, bias_E, rule, slot_of_E, num_slots)
-    return _launch(x_TD, residual_TD, norm, *operands, real_T=real_T, counter_1=counter_1)
+    *rows, undecided = _launch(x_TD, residual_TD, norm, *operands, real_T=real_T, counter_1=counter_1)
+    return NormedRouting(*rows, undecided.routing, undecided.packed)
+
+
+def leave_open(
+    x_TD: Tensor,
+    residual_TD: Tensor | None,
+    norm: Norm | None,
+    weight_ED: Tensor,
+    bias_E: Tensor | None,
+    rule: RoutingRule,
+    slot_of_E: Tensor,
+    num_slots: int,
+    *,
+    real_T: Tensor | None = None,
+) -> NormedRouting:
+    """`norm_gate_and_pack`, or without a norm `gate_and_pack`, of as many rows as a tile has at most, but for what
+    `Undecided` leaves open."""
+    operands = (weight_ED, bias_E, rule, slot_of_E, num_slots)
+    if norm is not None and residual_TD is not None and not _norm_fits(x_TD):
+        y_TD, new_residual_TD = rmsnorm_residual(x_TD, residual_TD, *norm)
+        *_, undecided = _launch(y_TD, None, None, *operands, real_T=real_T, counter_1=None)
+    else:
+        given = (x_TD, residual_TD, norm, *operands)
+        y_TD, new_residual_TD, undecided = _launch(*given, real_T=real_T, counter_1=None)
+    return NormedRouting(y_TD, new_residual_TD, undecided.routing, undecided)
 
 
 def _launch(
@@ -320,15 +368,19 @@ def _launch(
     num_slots: int,
     *,
     real_T: Tensor | None,
-    counter_1: Tensor,
-) -> NormedRouting:
+    counter_1: Tensor | None,
+) -> tuple[Tensor, Tensor, Undecided]:
+    """(rows, new residual, what was routed): all of it, or, without a counter, what is undecided."""
     check_operands(x_TD, weight_ED, bias_E, rule, real_T)
     check_num_slots(num_slots)
     (num_tokens, width), num_experts = x_TD.shape, weight_ED.shape[0]
-    assert serves(num_tokens, rule.top_k), f"{num_tokens} rows with {rule.top_k} choices are not few"
-    given = (slot_of_E.shape, slot_of_E.dtype, slot_of_E.device, counter_1.dtype, counter_1.device)
-    wanted = ((num_experts,), torch.int32, x_TD.device, torch.int32, x_TD.device)
-    assert given == wanted, f"slot_of_E and counter_1 are {given}, wanted {wanted}"
+    few = num_tokens <= _ROWS.value if counter_1 is None else serves(num_tokens, rule.top_k)
+    assert few, f"{num_tokens} rows with {rule.top_k} choices are not few"
+    given = (slot_of_E.shape, slot_of_E.dtype, slot_of_E.device)
+    assert given == ((num_experts,), torch.int32, x_TD.device), f"slot_of_E is {given}"
+    if counter_1 is not None:
+        given = (counter_1.dtype, counter_1.device)
+        assert given == (torch.int32, x_TD.device), f"counter_1 is {given}"
     num_parts, device = cdiv(width, PART), x_TD.device
     parts_PTE = torch.empty((num_parts, num_tokens, num_experts), dtype=torch.float32, device=device)
     ids_TK = torch.empty((num_tokens, rule.top_k), dtype=torch.int32, device=device)
@@ -374,7 +426,8 @@ def _launch(
         num_stages=1,
         **dependent_launch(x_TD),
     )
-    return NormedRouting(y_TD, new_residual_TD, routing, packed)
+    undecided = Undecided(parts_PTE, bias_E, rule, slot_of_E, real_T, routing, packed)
+    return y_TD, new_residual_TD, undecided
 
 
 def gate_and_pack_reference(

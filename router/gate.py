@@ -7,15 +7,19 @@ fp32 and never rounded, so near ties are decided the same way in a batch of one 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from kernels.gate import gate
-from kernels.gate_few import NormedRouting, gate_and_pack, norm_gate_and_pack
+from kernels.gate_few import NormedRouting, Undecided, gate_and_pack, leave_open, norm_gate_and_pack
 from kernels.pack import Packed, pack
 from kernels.rmsnorm import Norm, rmsnorm_residual
 from kernels.routing import Routing, RoutingRule
+
+MayChoose = Callable[[Tensor, int, RoutingRule], bool]
+"""Whether who computes the experts of these rows would choose among so many, by this rule, itself."""
 
 
 class Router(ABC):
@@ -26,9 +30,14 @@ class Router(ABC):
         """Rows that `real_T` calls padding get ids of -1."""
 
     def and_pack(
-        self, x_TD: Tensor, slot_of_E: Tensor, num_slots: int, real_T: Tensor | None = None
-    ) -> tuple[Routing, Packed]:
-        """The same, and what `kernels.pack.pack` makes of the ids."""
+        self,
+        x_TD: Tensor,
+        slot_of_E: Tensor,
+        num_slots: int,
+        real_T: Tensor | None = None,
+        may_choose: MayChoose | None = None,
+    ) -> tuple[Routing, Packed | Undecided]:
+        """The same, and what `kernels.pack.pack` makes of the ids; where somebody `may_choose`, it may be left open."""
         routing = self(x_TD, real_T)
         return routing, pack(routing.expert_ids_TK, slot_of_E, num_slots)
 
@@ -40,10 +49,11 @@ class Router(ABC):
         slot_of_E: Tensor,
         num_slots: int,
         real_T: Tensor | None = None,
+        may_choose: MayChoose | None = None,
     ) -> NormedRouting:
         """The same of the norm of x + residual, which comes with it."""
         y_TD, new_residual_TD = rmsnorm_residual(x_TD, residual_TD, *norm)
-        return NormedRouting(y_TD, new_residual_TD, *self.and_pack(y_TD, slot_of_E, num_slots, real_T))
+        return NormedRouting(y_TD, new_residual_TD, *self.and_pack(y_TD, slot_of_E, num_slots, real_T, may_choose))
 
 
 class Gate(Router):
@@ -62,10 +72,18 @@ class Gate(Router):
         return gate(x_TD, self.weight_ED, self.bias_E, self.rule, real_T=real_T)
 
     def and_pack(
-        self, x_TD: Tensor, slot_of_E: Tensor, num_slots: int, real_T: Tensor | None = None
-    ) -> tuple[Routing, Packed]:
+        self,
+        x_TD: Tensor,
+        slot_of_E: Tensor,
+        num_slots: int,
+        real_T: Tensor | None = None,
+        may_choose: MayChoose | None = None,
+    ) -> tuple[Routing, Packed | Undecided]:
         """Of few rows in one launch. Not on two streams at once."""
         gated = (x_TD, self.weight_ED, self.bias_E, self.rule)
+        if _is_left_open(self, x_TD, may_choose):
+            routed = leave_open(x_TD, None, None, *gated[1:], slot_of_E, num_slots, real_T=real_T)
+            return routed.routing, routed.packed
         return gate_and_pack(*gated, slot_of_E, num_slots, real_T=real_T, counter_1=self._counter_1)
 
     def norm_and_pack(
@@ -76,7 +94,16 @@ class Gate(Router):
         slot_of_E: Tensor,
         num_slots: int,
         real_T: Tensor | None = None,
+        may_choose: MayChoose | None = None,
     ) -> NormedRouting:
         """Of few rows in one launch. Not on two streams at once."""
         gated = (x_TD, residual_TD, norm, self.weight_ED, self.bias_E, self.rule)
+        if _is_left_open(self, x_TD, may_choose):
+            return leave_open(*gated, slot_of_E, num_slots, real_T=real_T)
         return norm_gate_and_pack(*gated, slot_of_E, num_slots, real_T=real_T, counter_1=self._counter_1)
+
+
+def _is_left_open(gate: Gate, x_TD: Tensor, may_choose: MayChoose | None) -> bool:
+    if may_choose is None or x_TD.dtype != gate.weight_ED.dtype:
+        return False
+    return may_choose(x_TD, gate.weight_ED.shape[0], gate.rule)

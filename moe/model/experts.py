@@ -10,10 +10,11 @@ from __future__ import annotations
 from torch import Tensor
 
 from expert_parallel.dispatcher import ExpertInput
-from kernels.experts_few import experts_few, serves_few_tokens
+from kernels.experts_few import experts_few, experts_few_undecided, serves_few_tokens, serves_undecided
 from kernels.grouped_gemm import grouped_gemm, grouped_gemm_swiglu
 from kernels.grouped_gemm_fp8 import grouped_gemm_fp8, grouped_gemm_swiglu_quantized
 from kernels.quantize import FP8, Quantized, QuantizedBlocks, quantize_rows
+from kernels.routing import RoutingRule
 from moe.model.linear import Linear, Parameters
 from moe.model.parameter_shapes import scale_name
 
@@ -25,8 +26,14 @@ class Experts:
         self.w13_S2FD = w13_S2FD
         self.w2_SDF = w2_SDF
 
+    def may_choose(self, x_TD: Tensor, num_experts: int, rule: RoutingRule) -> bool:
+        """As `router.gate.MayChoose`: in the launch that multiplies them."""
+        return serves_undecided(x_TD, self.w13_S2FD, self.w2_SDF, num_experts, rule)
+
     def __call__(self, inputs: ExpertInput) -> Tensor:
         """y_RD, one row for each packed row, in the model dtype: rounded before the router's weight is applied."""
+        if inputs.undecided is not None:
+            return experts_few_undecided(inputs.rows_XD, self.w13_S2FD, self.w2_SDF, inputs.undecided)
         if inputs.counters is not None and inputs.row_index_R is not None:
             few = (inputs.rows_XD, self.w13_S2FD, self.w2_SDF, inputs.offsets_S1, inputs.row_index_R, inputs.num_rows)
             if serves_few_tokens(*few):

@@ -18,7 +18,7 @@ from expert_parallel.rounds import rounds
 from kernels.rmsnorm import Norm, rmsnorm_residual
 from kernels.routing import Routing
 from moe.model.config import MoEConfig
-from moe.model.experts import DenseMLP, make_experts
+from moe.model.experts import DenseMLP, Experts, make_experts
 from moe.model.linear import Parameters
 from moe.model.offloaded_experts import Offload
 from moe.model.step_plan import StepPlan
@@ -43,6 +43,7 @@ class MoELayer:
         self.gate: Router = Gate(weight_ED, bias_E, moe.rule)
         self.dispatchers = dispatchers
         self.experts = make_experts(parameters, f"{name}.experts") if offload is None else offload.experts[index]
+        self._may_choose = self.experts.may_choose if isinstance(self.experts, Experts) else None
         self.shared: DenseMLP | None = None
         if moe.shared_dim:
             down = parameters.linear(f"{name}.shared.down")
@@ -71,10 +72,12 @@ class MoELayer:
         if own_slots is None:
             routing = self.gate(x_TD, plan.step.real_T)
         elif first_norm is not None:
-            routed = self.gate.norm_and_pack(x_TD, residual_TD, first_norm, *own_slots, plan.step.real_T)
+            rows, asked = (x_TD, residual_TD, first_norm), (plan.step.real_T, self._may_choose)
+            routed = self.gate.norm_and_pack(*rows, own_slots.slot_of_E, own_slots.num_slots, *asked)
             x_TD, residual_TD, routing, packed = routed
         else:
-            routing, packed = self.gate.and_pack(x_TD, *own_slots, plan.step.real_T)
+            asked = (plan.step.real_T, self._may_choose)
+            routing, packed = self.gate.and_pack(x_TD, own_slots.slot_of_E, own_slots.num_slots, *asked)
         yield
         fill = max(plan.step.most_rows - num_tokens, 0) if dispatcher.equal_rows else 0
         filled = _Rows(x_TD, *routing, residual_TD) if not fill else _filled_up(x_TD, routing, residual_TD, fill)

@@ -175,8 +175,10 @@ def test_compiles(arch):
     args: dict[str, object] = {"y_ptr": "*bf16", "row_ptr": "*i32", "weights_ptr": "*fp32", "out_ptr": "*bf16"}
     args |= {"num_columns": "i32", "stride_y": "i32", "TOP_K": 8, "PDL": arch >= 90}
     assert compile_ahead(_combine_kernel, arch, args | {"BLOCK_D": 1024})
+    args |= {"IN_ORDER": False}
     args |= dict.fromkeys(("shared_ptr", "residual_ptr", "norm_ptr", "sum_ptr"), "*bf16")
     args |= dict.fromkeys(("num_tokens", "stride_shared", "stride_residual"), "i32") | {"eps": "fp32"}
     assert compile_ahead(_combine_norm_kernel, arch, args | {"BLOCK_R": 1, "BLOCK_D": 8192}, num_warps=8)
+    assert compile_ahead(_combine_norm_kernel, arch, args | {"IN_ORDER": True, "BLOCK_R": 1, "BLOCK_D": 2048})
     args |= {"TOP_K": 60, "shared_ptr": None, "BLOCK_R": 8, "BLOCK_D": 128}
     assert compile_ahead(_combine_norm_kernel, arch, args)

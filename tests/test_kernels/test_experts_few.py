@@ -150,6 +150,9 @@ def test_what_is_left_to_the_two_products():
     assert not serves_few_tokens(x_TD[:8], w13_S2FD[:2], large, packed.offsets_S1[:3], packed.row_token_R, 16)
 
 
+UNDECIDED = ("parts_ptr", "bias_ptr", "real_ptr", "slot_of_ptr", "ids_ptr", "weights_ptr", "packed_row_ptr")
+
+
 @aot
 @pytest.mark.parametrize(("width", "hidden"), [(2048, 768), (2048, 1408), (64, 1024)])
 def test_compiles(width, hidden):
@@ -159,4 +162,20 @@ def test_compiles(width, hidden):
     args |= {"w13_desc": box("bf16", 16, 64), "w2_desc": box("bf16", 64, 64), "BLOCK_S": 128}
     args |= {"STAGES": num_stages(width, hidden), "BLOCK_D": max(256, width)}
     args |= {"BLOCK_F": 1 << (hidden - 1).bit_length()}
+    args |= dict.fromkeys(UNDECIDED) | dict.fromkeys(("epsilon", "scale"), "fp32") | {"CHOICE": None, "top_k": "i32"}
+    compile_gluon_ahead(experts_few_kernel, args | {"PDL": True})
+
+
+@aot
+@pytest.mark.parametrize(("num_experts", "sigmoid"), [(128, False), (250, True)])
+def test_the_choice_in_it_compiles(num_experts, sigmoid):
+    args: dict[str, object] = dict.fromkeys(("num_tokens", "num_slots", "num_hidden", "num_columns"), "i32")
+    args |= dict.fromkeys(("offsets_ptr", "slot_of_ptr", "ids_ptr", "packed_row_ptr", "counters_ptr"), "*i32")
+    args |= dict.fromkeys(("x_ptr", "h_ptr", "y_ptr"), "*bf16") | {"stride_x8": "i32", "token_ptr": None}
+    args |= dict.fromkeys(("parts_ptr", "weights_ptr"), "*fp32") | dict.fromkeys(("epsilon", "scale"), "fp32")
+    args |= {"w13_desc": box("bf16", 16, 64), "w2_desc": box("bf16", 64, 64)}
+    args |= {"top_k": "i32", "real_ptr": "*i1", "bias_ptr": "*fp32" if sigmoid else None}
+    block_e = 1 << (num_experts - 1).bit_length()
+    args |= {"CHOICE": (num_experts, 16, 8, sigmoid, True, block_e), "BLOCK_S": block_e}
+    args |= {"STAGES": num_stages(2048, 768, num_experts), "BLOCK_D": 2048, "BLOCK_F": 1024}
     compile_gluon_ahead(experts_few_kernel, args | {"PDL": True})

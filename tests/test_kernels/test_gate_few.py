@@ -8,17 +8,19 @@ import torch
 from kernels.gate import PART, gate_triton
 from kernels.gate_few import (
     FEW_ROWS,
+    Undecided,
     _gate_few_kernel,
     gate_and_pack,
     gate_and_pack_reference,
     gate_and_pack_triton,
+    leave_open,
     norm_gate_and_pack,
     norm_gate_and_pack_triton,
     norm_serves,
     serves,
 )
 from kernels.pack import pack
-from kernels.rmsnorm import Norm, rmsnorm_residual_triton
+from kernels.rmsnorm import Norm, rmsnorm_residual, rmsnorm_residual_triton
 from kernels.routing import RoutingRule, tile_options
 from tests.aot import ARCHS, aot, compile_ahead
 from tests.compare import assert_same_bits, filled_memory
@@ -213,6 +215,31 @@ def test_many_rows_and_no_rows_take_the_three_operations(backend):
             gate_and_pack_triton(x_TD, weight_ED, None, RoutingRule(2), slot_of_E, 6, counter_1=counter_1)
 
 
+@pytest.mark.parametrize("normed", [False, True])
+def test_what_is_left_open(backend, normed):
+    """The parts of the logits, whose sum they are, and counters at zero; with the norm as it is alone."""
+    width = 2 * PART + 48
+    _, weight_ED, bias_E, slot_of_E = operands(1, 20, width, 20, backend.dtype, backend.device)
+    x_TD, residual_TD, norm = normed_operands(6, width, backend.dtype, backend.device)
+    before = (residual_TD, norm) if normed else (None, None)
+    with filled_memory():
+        routed = leave_open(x_TD, *before, weight_ED, bias_E, RoutingRule(3), slot_of_E, 20)
+    undecided = routed.packed
+    assert isinstance(undecided, Undecided)
+    y_TD = x_TD
+    if normed:
+        # fp32 is left to the norm's own launch, on a CPU to its reference.
+        alone = rmsnorm_residual if x_TD.dtype == torch.float32 else rmsnorm_residual_triton
+        y_TD, new_residual_TD = alone(x_TD, residual_TD, *norm)
+        assert_same_bits(routed.new_residual_TD, new_residual_TD)
+    assert_same_bits(routed.y_TD, y_TD)
+    assert undecided.parts_PTE.shape == (3, 6, 20) and undecided.packed.counters is not None
+    expected_TE = y_TD.double() @ weight_ED.double().T
+    torch.testing.assert_close(undecided.parts_PTE.sum(dim=0).double(), expected_TE, rtol=1e-4, atol=1e-4)
+    assert not undecided.packed.counters.any()
+    assert undecided.packed.packed_row_TK.shape == undecided.routing.weights_TK.shape == (6, 3)
+
+
 @aot
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("normed", [False, True])
@@ -227,3 +254,4 @@ def test_compiles(arch, normed):
     args |= {"y_ptr": "*bf16", "sum_ptr": "*bf16", "stride_residual": "i32", "eps": "fp32"}
     args |= {"NORM_ROWS": 2 if normed else 1, "NORM_COLUMNS": 4096, "PDL": arch >= 90}
     assert compile_ahead(_gate_few_kernel, arch, args, num_stages=1, num_warps=8 if normed else 4)
+    assert compile_ahead(_gate_few_kernel, arch, args | {"counter_ptr": None}, num_stages=1)

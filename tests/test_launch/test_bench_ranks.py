@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from kernels.pack import Packed
 from kernels.rmsnorm import Norm
 from launch import bench, bench_ranks, result_file
 from launch.bench_engine import Prompt
@@ -105,6 +106,7 @@ def test_all_ways_to_ask_a_gate_go_by_the_table() -> None:
     y_TD, new_residual_TD, routing, packed = gate.norm_and_pack(x_TD, residual_TD, norm, slot_of_E, 16)
     assert torch.equal(new_residual_TD, x_TD + residual_TD)
     assert torch.equal(routing.expert_ids_TK, gate(y_TD).expert_ids_TK)
+    assert isinstance(packed, Packed)
     assert packed.offsets_S1.diff().tolist() == torch.bincount(routing.expert_ids_TK.flatten(), minlength=16).tolist()
 
 
