@@ -19,6 +19,10 @@ from kernels.tiles import CACHED_BYTES, MANY_ROWS, device_generation, num_multip
 _RESIDENT_STEPS = 8
 """Rows of up to so many K steps: their weights stay in shared memory."""
 
+_LONG_STEPS = 32
+"""Rows of weights of so many K steps: where few programs read them, several steps' bytes of a row are asked for
+together."""
+
 
 @dataclass(frozen=True)
 class FewRowsTile:
@@ -43,14 +47,14 @@ def fp8_tile(x: Tensor, w: QuantizedBlocks, num_rows: int) -> Fp8Tile:
     rows, packed: 16: 366, 363, 370; 32: 464, 410, 370; 64: 744, 555, 413. Of 128 slots of Qwen3's: 4: 157, 175, 175;
     16: 184, 180, 183. Few programs want more stages, many fewer, that all are there at once. Second products, 6 (4) / 3
     stages: mixtral 1 token 36 / 53, 8 tokens 145 / 110; dsv3-ep8 36 / 32, 106 / 105; qwen3 8 tokens (26) / 23, 64 (57)
-    / 51. First: dsv3-ep8 8 tokens, 4 / 3: 218 / 208; qwen3 8 tokens 45 / 47. Halves of a tile, where all are there at
-    once: of mixtral's first product, 1 token, 448 programs of 64 columns are 3 or 4 a multiprocessor, 896 of 32 6 or 7;
-    a layer 100.5 / 98.6. Programs that have many steps and a multiprocessor of their own ask for 512 bytes of a row of
-    weights together, for 256 where there are two: layers of one token, mixtral's second product, stages x K steps: 6 x
-    1 96.3, 3 x 2 98.4, 4 x 2 94.0, 6 x 2 94.2, 3 x 4 93.2; dsv3-ep8's first, 6 x 1 93.6, 3 x 2 91.6.
+    / 51. First: dsv3-ep8 8 tokens, 4 / 3: 218 / 208; qwen3 8 tokens 45 / 47.
+    Long rows of weights, 256 or 512 bytes of a row asked for together, layers of one token, stages x K steps: mixtral's
+    second product 6 x 1 98.5, 3 x 2 100.6, 4 x 2 96.2, 3 x 4 95.3, with 3 x 2 of its first too 93.6 (before it 32
+    columns, 3 x 1); dsv3-ep8's first 6 x 1 96.3, 3 x 2 93.9, 3 x 4 95.8; of 16 steps, qwen3's first, 6 x 1 21.7, 3 x 2
+    22.1. 16 rows a slot, mixtral's second, 3 x 1 364.7, 2 x 2 359.2; 64 rows 425, 519.
     From 512 rows on three groups beside tiles of 64: qwen3 529 + 317 and 547 + 352 (512), mixtral 2204 + 1036 and 2547
     + 1189 (1024); 256 rows 380 and 303. Weights that stay, qwen3's second product: layers of 64 rows a slot 234.3 /
-    224.9, of 256 572 / 535 (176 / 142 alone).
+    224.9, of 32 194.7 / 193.2, of 256 558 / 522 (176 / 134 alone).
     """
     num_slots, parts, _, _ = w.scales.shape
     width, rows = w.values.shape[-1], cdiv(num_rows, num_slots)
@@ -64,7 +68,8 @@ def fp8_tile(x: Tensor, w: QuantizedBlocks, num_rows: int) -> Fp8Tile:
     if rows > 16:
         return ManyRowsTile(64, 128 // parts, 4, 3)
     if rows > 8:
-        return FewRowsTile(32, 128 // parts, 4, 3)
+        several = parts == 1 and steps >= _LONG_STEPS and steps % 2 == 0
+        return FewRowsTile(32, 128 // parts, 4, 2, unroll=2) if several else FewRowsTile(32, 128 // parts, 4, 3)
     few = num_rows <= 16
     block_n = 64 if few else 128 // parts
     shared, multiprocessors = 227 << 10, num_multiprocessors(x.device)
@@ -74,23 +79,21 @@ def fp8_tile(x: Tensor, w: QuantizedBlocks, num_rows: int) -> Fp8Tile:
         programs = min(num_rows, num_slots) * cdiv(w.values.shape[1] // parts, columns)
         return programs <= shared // (stages * (parts * columns + 16) * GROUP) * multiprocessors
 
-    if steps >= 32 and steps % 4 == 0 and at_once(block_n, 12):
-        return FewRowsTile(16, block_n, 4, 3, unroll=4)
-    if steps >= 32 and steps % 2 == 0 and parts == 2 and at_once(block_n, 6):
-        return FewRowsTile(16, block_n, 4, 3, unroll=2)
+    if few and steps >= _LONG_STEPS and steps % 4 == 0 and at_once(block_n, 12 if parts == 1 else 3):
+        return FewRowsTile(16, block_n, 4, 3, unroll=4 // parts)
     if at_once(block_n, 6):
         return FewRowsTile(16, block_n, 4, 6 if steps >= 16 else 4)
-    if few and parts == 2 and at_once(32, 3):
-        return FewRowsTile(16, 32, 4, 3)
     return FewRowsTile(16, block_n, 4, 4 if parts == 2 and steps <= 16 else 3)
 
 
 def quantizes_swiglu(x: Tensor, w: QuantizedBlocks, num_rows: int) -> bool:
     """Whether the first product of so many rows is quantised where it is made (grouped_gemm_fp8_swiglu.py).
 
-    Measured on an H200, whole layers of qwen3 with weights that stay behind it, us, product after packing and before
-    quantising / all in one: 64 rows a slot 225 / 240, 256 rows 535 / 506, 1024 rows 1847 / 1662.
+    Measured on an H200, whole layers, us, product after packing and before quantising / all in one: qwen3 (second
+    products whose weights stay) 64 rows a slot 225 / 240, 128 rows 325 / 324, 256 rows 522 / 484, 1024 rows 1820 /
+    1623; 1024 rows, dsv3-ep8 3425 / 3150, mixtral 3108 / 3075. By two groups that share 256 rows of weights second
+    products lose: dsv3-ep8 3675, mixtral 3570.
     """
     num_slots, slot_bytes = w.scales.shape[0], w.values.shape[1] * w.values.shape[2]
-    many = cdiv(num_rows, num_slots) >= 192 and slot_bytes <= CACHED_BYTES
+    many = cdiv(num_rows, num_slots) >= (192 if slot_bytes <= CACHED_BYTES else MANY_ROWS)
     return many and device_generation(x) == 9 and w.values.shape[-1] % 16 == 0

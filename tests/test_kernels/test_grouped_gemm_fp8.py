@@ -162,8 +162,8 @@ def test_several_steps_an_iteration(parts, unroll):
     )
 
 
-def test_programs_of_a_few_rows_are_halved_where_all_of_them_fit_at_once(monkeypatch):
-    """Of a card with 132 multiprocessors. mixtral's first product: 224 programs of 64 columns an expert."""
+def test_few_programs_ask_for_several_steps_of_long_rows_together(monkeypatch):
+    """Of a card with 132 multiprocessors."""
     monkeypatch.setattr("kernels.fp8_tiles.device_generation", lambda x: 9)
     monkeypatch.setattr("kernels.fp8_tiles.num_multiprocessors", lambda device: 132)
     x = torch.empty(1, device="meta")
@@ -172,12 +172,15 @@ def test_programs_of_a_few_rows_are_halved_where_all_of_them_fit_at_once(monkeyp
         values = torch.empty(slots, parts * columns, width, device="meta")
         return fp8_tile(x, QuantizedBlocks(values, torch.empty(slots, parts, 1, 1, device="meta")), num_rows)
 
-    assert tile(2, 8, 2, 14336, 4096) == FewRowsTile(16, 32, 4, 3)
-    assert tile(4, 8, 2, 14336, 4096) == FewRowsTile(16, 64, 4, 3)  # 1792 halves, 924 fit
     assert tile(2, 8, 1, 4096, 14336) == FewRowsTile(16, 64, 4, 3, unroll=4)  # 128 programs, one a multiprocessor
-    assert tile(8, 32, 2, 2048, 7168) == FewRowsTile(16, 64, 4, 3, unroll=2)  # 256, two a multiprocessor
+    assert tile(4, 8, 1, 4096, 14336) == FewRowsTile(16, 64, 4, 6)  # 256
+    assert tile(2, 8, 2, 14336, 4096) == FewRowsTile(16, 64, 4, 3, unroll=2)  # 448
+    assert tile(4, 8, 2, 14336, 4096) == FewRowsTile(16, 64, 4, 3)  # 896
+    assert tile(8, 32, 2, 2048, 7168) == FewRowsTile(16, 64, 4, 3, unroll=2)  # 256
     assert tile(8, 32, 2, 2048, 7168 - 128) == FewRowsTile(16, 64, 4, 6)  # 55 steps
     assert tile(8, 128, 2, 768, 2048) == FewRowsTile(16, 64, 4, 6)  # 16 steps
+    assert tile(128, 8, 1, 4096, 14336) == FewRowsTile(32, 128, 4, 2, unroll=2)
+    assert tile(128, 8, 2, 14336, 4096) == FewRowsTile(32, 64, 4, 3)
 
 
 def test_weights_stay_for_many_short_rows(monkeypatch):
@@ -195,7 +198,8 @@ def test_weights_stay_for_many_short_rows(monkeypatch):
     for num_rows, sizes, fused in (
         (32768, (128, 2, 768, 2048), True),
         (16384, (128, 2, 768, 2048), False),
-        (32768, (32, 2, 2048, 7168), False),
+        (8192, (32, 2, 2048, 7168), False),
+        (16384, (32, 2, 2048, 7168), True),
         (32768, (128, 2, 768, 2056), False),
     ):
         assert quantizes_swiglu(x, weights(*sizes), num_rows) == fused

@@ -123,7 +123,7 @@ def test_compiles_the_quantised_product(gather):
     args |= {"w_desc": box("fp8e4nv", 128, 128), "w_scale_ptr": "*fp32", "offsets_ptr": "*i32", "num_rows": "i32"}
     args |= {"index_ptr": "*i32" if gather else None, "q_ptr": "*fp8e4nv", "scale_ptr": "*fp32", "num_columns": "i32"}
     args |= {"width": "i32", "num_slots": "i32", "num_x_rows": "i32", "H_DTYPE": gl.bfloat16, "TINIEST": 1e-30}
-    args |= {"GROUP_M": 8, "SLOT_STEP": 1, "STAGES": 4, "PDL": True}
+    args |= {"GROUP_M": 8, "SLOT_STEP": 1, "STAGES": 4, "LAG": 200, "PDL": True}
     compile_gluon_ahead(_fp8_swiglu_kernel, args)
 
 
