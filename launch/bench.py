@@ -14,7 +14,6 @@ run would find its prompts there). Knows which bench measures what; not what the
 
 from __future__ import annotations
 
-import difflib
 import gc
 import logging
 import os
@@ -44,6 +43,7 @@ from launch.result_file import begin_record, write_record
 from launch.roofline import Ceilings
 from launch.roofline_picture import check_matplotlib, draw
 from launch.words import (
+    check_rest,
     flag,
     helped,
     number_above_zero,
@@ -53,6 +53,7 @@ from launch.words import (
     positives,
     refuse,
     split_list,
+    unknown_word,
 )
 from moe.engine.engine import Engine
 from moe.engine.parts import resolve_device
@@ -311,7 +312,8 @@ def read_choice(words: Sequence[str]) -> Choice:
     own, rest = own_words(words, OWN_KEYS)
     workloads = split_list(own.get("workload", ""))
     if not workloads or any(workload not in WORKLOADS for workload in workloads):
-        raise ValueError(f"workload={own.get('workload')} is unknown; give some of {','.join(sorted(WORKLOADS))}.")
+        asked = f"workload={own['workload']} is unknown" if "workload" in own else "workload= is missing"
+        raise ValueError(f"{asked}; give some of {','.join(sorted(WORKLOADS))}.")
     if "ep" in workloads and len(workloads) > 1:
         raise ValueError(f"workload={own['workload']}: ep needs ranks and the others need one process; give it alone.")
     if "RANK" in os.environ and workloads not in (("ep",), ("w1",)):
@@ -322,11 +324,8 @@ def read_choice(words: Sequence[str]) -> Choice:
     if unknown := [name for name in split_list(own.get("dispatchers", "")) if name not in bench_ep.NAMES]:
         raise ValueError(f"dispatchers={unknown[0]} is unknown; use {', '.join(bench_ep.NAMES)}.")
     if rest and not any(workload in ENGINE_WORKLOADS for workload in workloads):
-        guess = difflib.get_close_matches(rest[0].partition("=")[0], OWN_KEYS, n=1)
-        raise ValueError(
-            f"{rest[0]} is no key of workload={own['workload']}; "
-            + (f"did you mean {guess[0]}=?" if guess else f"the keys are {', '.join(OWN_KEYS)}.")
-        )
+        raise unknown_word(rest[0], OWN_KEYS, f"workload={own['workload']}")
+    check_rest(rest, OWN_KEYS)
     if unknown := [name for name in split_list(own.get("lengths", "")) if name not in LENGTHS]:
         raise ValueError(f"lengths={unknown[0]} is unknown; use {', '.join(LENGTHS)}.")
     if "picture" in own:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 import re
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -63,13 +63,14 @@ def check_argument(argument: str) -> str:
     return argument
 
 
-def check_name(name: str, where: str = "") -> Key | None:
-    """The key of that name, None for a group or `preset`; ValueError that names the nearest known key."""
+def check_name(name: str, where: str = "", also: Iterable[str] = ()) -> Key | None:
+    """The key of that name, None for a group or `preset`; ValueError that names the nearest known key. `also`: keys
+    beside these that it may have been meant for."""
     if name in KEYS:
         return KEYS[name]
     if name in GROUPS or name == PRESET:
         return None
-    raise ValueError(f"unknown key {name!r}{where}; {_nearest(name)}")
+    raise ValueError(f"unknown key {name!r}{where}; {_nearest(name, also)}")
 
 
 def check_value(name: str, value: object, where: str = "") -> None:
@@ -184,10 +185,10 @@ def _items(raw: str) -> list[str]:
     return [item.strip().strip("'\"") for item in inner.split(",")]
 
 
-def _nearest(name: str) -> str:
+def _nearest(name: str, also: Iterable[str]) -> str:
     """The known key most like `name`; a bare last part finds its group, as `temperature` does."""
     last = {key.rsplit(".", 1)[-1]: key for key in reversed(KEYS)}
-    candidates = [*KEYS, *GROUPS, PRESET]
+    candidates = [*also, *KEYS, *GROUPS, PRESET]
     if found := difflib.get_close_matches(name, candidates, n=1, cutoff=0.6):
         return f"did you mean {found[0]!r}?"
     if found := difflib.get_close_matches(name.rsplit(".", 1)[-1], list(last), n=1, cutoff=0.6):

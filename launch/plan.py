@@ -28,7 +28,7 @@ from launch.figure import ROOT
 from launch.plan_table import amount, plan_table
 from launch.roofline import Ceilings
 from launch.speed import Load, Rates, Speed, speed
-from launch.words import helped, number_above_zero, own_words, positive, refuse
+from launch.words import check_rest, helped, number_above_zero, own_words, positive, refuse
 from moe.engine.forecast import Forecast, Subject, forecast
 from moe.engine.machine import OTHER_BYTES, Machine
 from moe.engine.memory_plan import GIB
@@ -112,6 +112,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def read_ask(words: Sequence[str]) -> Ask:
     """ValueError for a word that is none, and for a model that cannot be read."""
     own, others = own_words(words, KEYS)
+    check_rest(others, KEYS)
     model = next((word.split("=", 1)[1] for word in reversed(others) if word.startswith("model=")), Config.model)
     shapes = ROOT / "benchmarks" / "models" / model
     if model and shapes.is_dir():

@@ -30,7 +30,7 @@ from launch.command_line import compose_config, parse
 from launch.console import set_up_logging
 from launch.figure import ROOT
 from launch.machine import device_name, git_commit
-from launch.words import asks_for_help, output_file, own_words, positive, positives, refuse, split_list
+from launch.words import asks_for_help, check_rest, output_file, own_words, positive, positives, refuse, split_list
 from moe.engine.engine import Engine
 from moe.engine.request import Request, SamplingParams
 from moe.engine.whole_file import write_whole
@@ -217,6 +217,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     own, others = own_words(words, OWN_KEYS)
     try:
+        check_rest(others, OWN_KEYS)
         if "model" not in own:
             raise ValueError("model= is missing; name shapes in benchmarks/models/, or a model of launch.generate.")
         batches = positives(own, "batch", (1, 64, 256))

@@ -13,7 +13,6 @@ simulate.py plays.
 
 from __future__ import annotations
 
-import difflib
 import json
 import sys
 from collections.abc import Mapping, Sequence
@@ -39,6 +38,7 @@ from launch.words import (
     positives,
     refuse,
     split_list,
+    unknown_word,
 )
 from moe.engine.whole_file import write_whole
 from router.load_window import read_load
@@ -136,9 +136,7 @@ def read_words(words: Sequence[str]) -> dict[str, str]:
     for word in words:
         name, equals, text = word.partition("=")
         if not equals or name not in KEYS:
-            guess = difflib.get_close_matches(name, KEYS, n=1)
-            way_out = f"did you mean {guess[0]}=?" if guess else f"the keys are {', '.join(KEYS)}."
-            raise ValueError(f"{word} is no key of the simulator; {way_out}")
+            raise unknown_word(word, KEYS, "the simulator")
         if name in own:
             raise ValueError(f"{name} is given twice, as {own[name]} and {text}; leave one out.")
         own[name] = text

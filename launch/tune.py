@@ -41,7 +41,7 @@ from launch.tile_trials import (
     tune_point,
     write_table,
 )
-from launch.words import number_above_zero, output_file, positives, refuse, split_list
+from launch.words import number_above_zero, output_file, positives, refuse, split_list, unknown_word
 from moe.engine.whole_file import write_whole
 
 PRODUCTS: tuple[Product, ...] = ("gemm1", "gemm2")
@@ -230,7 +230,7 @@ def read_words(words: Sequence[str]) -> dict[str, str]:
     for word in words:
         name, equals, text = word.partition("=")
         if not equals or name not in KEYS:
-            raise ValueError(f"{word} is unknown; the keys are {', '.join(KEYS)}.")
+            raise unknown_word(word, KEYS, "the tuner")
         own[name] = text
     return own
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import difflib
 import sys
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from configs.checks import file_to_write
+from launch.overrides import check_name
 
 
 def asks_for_help(words: Sequence[str]) -> bool:
@@ -47,6 +49,22 @@ def own_words(words: Sequence[str], keys: Container[str]) -> tuple[dict[str, str
         else:
             rest.append(word)
     return own, rest
+
+
+def check_rest(words: Sequence[str], keys: Iterable[str]) -> None:
+    """ValueError for a key=value word of a key that neither the command has (`keys`) nor launch.generate, whose words
+    these are; it names the nearest of both. Values of flags are not looked at."""
+    for flag_before, word in zip(["", *words], words):
+        name, equals, _ = word.partition("=")
+        if equals and not word.startswith("-") and not (flag_before.startswith("--") and "=" not in flag_before):
+            check_name(name, also=keys)
+
+
+def unknown_word(word: str, keys: Iterable[str], of: str) -> ValueError:
+    """Of a command that has no other keys."""
+    guess = difflib.get_close_matches(word.partition("=")[0], keys, n=1)
+    way_out = f"did you mean {guess[0]}=?" if guess else f"the keys are {', '.join(keys)}."
+    return ValueError(f"{word} is no key of {of}; {way_out}")
 
 
 def split_list(text: str) -> tuple[str, ...]:

@@ -225,6 +225,8 @@ def load_parts(config: Config, ranks: Ranks | None = None) -> Parts:
     """
     if ranks is None or ranks.everyone.rank == 0:
         check_files(config.balance)  # the first rank writes them
+    if config.balance.plan is not None and (ranks is None or ranks.everyone.size == 1):
+        logger.warning("balance.plan=%s is not loaded: one rank holds every expert.", config.balance.plan)
     outline = outline_parts(config, resolve_device(config.engine.device) if ranks is None else ranks.device)
     opened = open_model(outline.folder, config.load_format, config.quantization, outline.device)
     asks_host = config.offload.regime != "off" or outline.device.type == "cpu"

@@ -139,6 +139,14 @@ def test_files_that_cannot_be_written_later_are_refused_before_the_weights(
     assert not no_weights
 
 
+def test_a_plan_of_ranks_is_told_of_where_there_is_one(
+    no_weights: list[object], caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        parts.load_parts(Config(balance=BalanceConfig(plan="p.json"), engine=EngineConfig(device="cpu")))
+    assert caplog.messages == ["balance.plan=p.json is not loaded: one rank holds every expert."] and no_weights
+
+
 def test_texts_of_single_tokens_are_decoded_once(no_weights: list[object], monkeypatch: pytest.MonkeyPatch) -> None:
     made = parts.load_parts(Config(engine=EngineConfig(device="cpu")))
     assert made.tokenizer is not None

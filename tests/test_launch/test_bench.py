@@ -98,9 +98,11 @@ def test_a_run_that_is_cut_leaves_what_it_had(
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        ([], "workload=None is unknown"),
+        ([], "workload= is missing; give some of ep,serving,w1,"),
         (["workload=w9"], "workload=w9 is unknown"),
-        (["workload=w1", "modle=x"], "modle"),
+        (["workload=w1", "modle=x"], "unknown key 'modle'; did you mean 'model'?"),
+        (["workload=w1", "round=2"], "unknown key 'round'; did you mean 'rounds'?"),
+        (["workload=w1", "engine.max_num_seq=2"], "did you mean 'engine.max_num_seqs'?"),
         (["workload=w4", "shape=qwen3"], "did you mean shapes=?"),
         (["workload=w4", "shapes=qwen4"], "use mixtral, qwen3, dsv3-ep8"),
         (["workload=w4", "shapes=E4-k5-D8-F8"], "k must lie in 1 to E"),

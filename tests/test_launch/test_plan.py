@@ -220,6 +220,7 @@ def test_a_checkpoint_s_headers_are_read(tmp_path: Path, capsys: pytest.CaptureF
         (["lengths=0+5"], "lengths=0 is no whole number above 0."),
         (["lengths=50000+128"], "lengths=50000+128 exceeds engine.max_model_len=40960; shorten them"),
         (["gpus=none"], "gpus=none is no whole number above 0."),
+        (["gpu_gbs=24"], "unknown key 'gpu_gbs'; did you mean 'gpu_gb'?"),
         (["gpu_gb=-1"], "gpu_gb=-1 must be a number above 0."),
         (["capability=8.0", "quantization=fp8"], "quantization=fp8, but capability=8 has no fp8"),
         (["capability=8.0", "cache.dtype=fp8"], "cache.dtype=fp8, but capability=8 has no fp8"),

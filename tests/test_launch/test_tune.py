@@ -106,7 +106,7 @@ def test_the_table_keeps_what_beats_the_rule(tmp_path, monkeypatch: pytest.Monke
 
 def test_wrong_words(capsys: pytest.CaptureFixture[str]) -> None:
     assert tune.main(["shape=qwen3"]) == 2
-    assert "the keys are shapes" in capsys.readouterr().err
+    assert "shape=qwen3 is no key of the tuner; did you mean shapes=?" in capsys.readouterr().err
     assert tune.main(["write=perhaps"]) == 2
     assert "neither true nor false" in capsys.readouterr().err
     assert tune.main(["shapes=qwen3-fp8"]) == 2

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.words import flag, number_above_zero, output_file, positive, positives, split_list
+from launch.words import check_rest, flag, number_above_zero, output_file, positive, positives, split_list, unknown_word
 
 
 def test_values(tmp_path: Path) -> None:
@@ -40,3 +40,18 @@ def test_wrong_values(read, text: str) -> None:
     with pytest.raises(ValueError) as error:
         read()
     assert str(error.value).startswith(text)
+
+
+def test_the_rest_is_of_launch_generate() -> None:
+    """A key that neither has is told with the nearest of both; what a flag hands over may hold anything."""
+    own = ("tokens",)
+    check_rest(["model=x", "engine.max_num_seqs=3", "--input", "modle=y.jsonl", "--set=a=b", "sampling={n:2}"], own)
+    for key, nearest in (("token", "tokens"), ("engine.max_num_seq", "engine.max_num_seqs"), ("n", "sampling.n")):
+        with pytest.raises(ValueError, match=f"unknown key '{key}'; did you mean '{nearest}'"):
+            check_rest(["--input=a", f"{key}=3"], own)
+
+
+def test_a_word_of_a_command_without_other_keys() -> None:
+    keys = ("tokens", "seeds")
+    assert str(unknown_word("token=3", keys, "x")) == "token=3 is no key of x; did you mean tokens=?"
+    assert str(unknown_word("verbose", keys, "x")) == "verbose is no key of x; the keys are tokens, seeds."
