@@ -14,6 +14,9 @@ the rows has set the counters to zero.
 The router may leave the choice of experts to this launch (`Undecided`): every program then chooses for itself, which
 takes less time than to wait for the one program that sees all, and for what it has written.
 
+Shared experts, to which every row goes, may come along. Their pieces are no one's choice and come first: weights flow
+while the experts are chosen.
+
 The sums over K ascend, unsplit, in one fp32 accumulator, as in every other kernel here: the bits are the same.
 """
 
@@ -22,6 +25,8 @@ The sums over K ascend, unsplit, in one fp32 accumulator, as in every other kern
 # pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,6 +46,21 @@ from kernels.grouped_gemm_tma import tma_serves
 from kernels.routing import RoutingRule
 from kernels.row_tiles import slot_step
 from kernels.tiles import device_generation, num_multiprocessors
+
+
+class SharedExperts(NamedTuple):
+    """The weights of the experts that every row goes to, as one MLP."""
+
+    gate_up_2FD: Tensor
+    down_DF: Tensor
+
+
+class FewRows(NamedTuple):
+    """What experts made of few rows: y_RD of those chosen, and of those shared, where they came along."""
+
+    y_RD: Tensor
+    shared_TD: Tensor | None
+
 
 FEW_TOKENS = 8
 """At most: the columns of the tensor core's smallest tile. Measured on an H200, us a layer in graphs, two launches /
@@ -65,6 +85,8 @@ _SHARED_BYTES = 216 << 10
 #   x_ptr [T, D], T at most 8, rows strided by groups of 8 values; w13_desc [S * 2F, D] in blocks of [16, 64], w2_desc
 #   [S * D, F] in blocks of [64, 64]; offsets_ptr int32 [S + 1]; token_ptr int32 [R], a token at most once in a slot;
 #   counters_ptr int32 [NUM_COUNTERS], zero; h_ptr [R, F], y_ptr [R, D]
+#   s13_desc [2 F', D], s2_desc [D, F'] or None: shared experts, to which token t goes with row t of h' [T, F'] and y'
+#   [T, D], which lie behind h and y
 #   grid (multiprocessors,): a program takes pieces while there are any, see the header. fp32 accumulation, h and y cast
 #   once. Rows of no slot are neither read nor written; D and F are filled up with zeros.
 #   CHOICE, (experts, parts, top k, sigmoid, renormalize, BLOCK_E), and token_ptr None: row t * K + k of h and y is that
@@ -74,11 +96,13 @@ _SHARED_BYTES = 216 << 10
 
 
 # Sizes of the batch are not specialised on: a kernel compiled in the middle of a run would stall it.
-@gluon.jit(do_not_specialize=["num_tokens", "num_slots", "top_k"])
+@gluon.jit(do_not_specialize=["num_tokens", "num_rows", "num_slots", "top_k"])
 def experts_few_kernel(
     x_ptr,
     w13_desc,
     w2_desc,
+    s13_desc,
+    s2_desc,
     offsets_ptr,
     token_ptr,
     parts_ptr,
@@ -92,9 +116,11 @@ def experts_few_kernel(
     h_ptr,
     y_ptr,
     num_tokens,
+    num_rows,
     num_slots,
     num_hidden,
     num_columns,
+    num_shared,
     stride_x8,
     top_k,
     epsilon,
@@ -137,17 +163,17 @@ def experts_few_kernel(
         given, out = (parts_ptr, bias_ptr, real_ptr, slot_of_ptr), (ids_ptr, weights_ptr, packed_row_ptr)
         undecided = (given, out, num_tokens, top_k, epsilon, scale)
     fence_async_shared()
-    sizes = (num_slots, num_hidden, num_columns)
+    sizes = (num_slots, num_hidden, num_columns, num_shared, num_rows)
     ring, board = (ws, full, empty), (notes, noted)
     rows = (x_ptr, token_ptr, h_ptr, y_ptr, num_tokens, stride_x8, xs, hs, swaps)
-    weights = (w13_desc, w2_desc)
+    weights = (w13_desc, w2_desc, s13_desc, s2_desc)
     # fmt: off
     gl.warp_specialize(
         [
             (multiply, (rows, undecided, handed, counters_ptr, sizes, ring, board, STAGES, PLACES, CHOICE, PDL, 0)),
             (multiply, (rows, undecided, handed, counters_ptr, sizes, ring, board, STAGES, PLACES, CHOICE, PDL, 1)),
             (feed, (
-                weights, offsets_ptr, undecided, handed, counters_ptr, sizes, ring, board,
+                weights, offsets_ptr, undecided, handed, counters_ptr, sizes, ring, board, num_tokens,
                 STAGES, PLACES, BLOCK_S, CHOICE, PDL,
             )),
         ],
@@ -201,6 +227,15 @@ def serves_undecided(x_TD: Tensor, w13_S2FD: Tensor, w2_SDF: Tensor, num_experts
     )
 
 
+def takes_along(x_TD: Tensor, w13_S2FD: Tensor, w2_SDF: Tensor, num_rows: int, shared: SharedExperts) -> bool:
+    """Whether the launch of these rows takes shared experts along: rows of h come in parts, so they may be wider.
+
+    Measured on an H200, us a layer of dsv2-lite in graphs, beside it on a second stream / along: 1 row 66.2 / 63.1, 2
+    rows 85.0 / 81.2, 4 rows 120.0 / 115.8, 8 rows 167.5 / 164.2."""
+    fits = all(x_TD.dtype == w.dtype and tma_serves(x_TD, w) for w in shared)
+    return fits and _serves(x_TD, w13_S2FD, w2_SDF, num_rows)
+
+
 def _serves(x_TD: Tensor, w13_S2FD: Tensor, w2_SDF: Tensor, num_rows: int, num_experts: int = 0) -> bool:
     return (
         0 < x_TD.shape[0] <= FEW_TOKENS
@@ -222,19 +257,22 @@ def experts_few(
     token_R: Tensor,
     num_rows: int,
     counters: Tensor,
-) -> Tensor:
+    shared: SharedExperts | None = None,
+) -> FewRows:
     """y_RD: `grouped_gemm` with w2 of `grouped_gemm_swiglu` with w13 of the rows x[token], where `serves_few_tokens`.
     Unlike there, a token comes at most once in a slot. `counters`, zeros, are used up: they serve one launch."""
-    return _launch(x_TD, w13_S2FD, w2_SDF, offsets_S1, token_R, num_rows, counters, None)
+    return _launch(x_TD, w13_S2FD, w2_SDF, offsets_S1, token_R, num_rows, counters, None, shared)
 
 
-def experts_few_undecided(x_TD: Tensor, w13_S2FD: Tensor, w2_SDF: Tensor, undecided: Undecided) -> Tensor:
+def experts_few_undecided(
+    x_TD: Tensor, w13_S2FD: Tensor, w2_SDF: Tensor, undecided: Undecided, shared: SharedExperts | None = None
+) -> FewRows:
     """The same of rows whose experts are still to be chosen, where `serves_undecided`: fills what `undecided` leaves
     open. Row t * K + k of y is that of choice k of token t."""
     offsets_S1, counters = undecided.packed.offsets_S1, undecided.packed.counters
     assert counters is not None, "what is undecided has counters"
     num_rows = undecided.packed.packed_row_TK.numel()
-    return _launch(x_TD, w13_S2FD, w2_SDF, offsets_S1, None, num_rows, counters, undecided)
+    return _launch(x_TD, w13_S2FD, w2_SDF, offsets_S1, None, num_rows, counters, undecided, shared)
 
 
 def _launch(
@@ -246,11 +284,12 @@ def _launch(
     num_rows: int,
     counters: Tensor,
     undecided: Undecided | None,
-) -> Tensor:
+    shared: SharedExperts | None,
+) -> FewRows:
     (num_tokens, width), (num_slots, _, num_hidden) = x_TD.shape, w2_SDF.shape
-    h_RF, y_RD = x_TD.new_empty(num_rows, num_hidden), x_TD.new_empty(num_rows, width)
-    layout = gl.NVMMASharedLayout(128, 16, 2)  # as the tensor core reads it
-    w13, w2 = w13_S2FD.view(-1, width), w2_SDF.view(-1, num_hidden)
+    num_shared, rows = (0, num_rows) if shared is None else (shared.down_DF.shape[1], num_rows + num_tokens)
+    # Rows of the shared experts lie behind all others.
+    h, y = x_TD.new_empty(num_rows * num_hidden + num_tokens * num_shared), x_TD.new_empty(rows, width)
     tables, num_experts, choice, numbers = (None,) * 7, 0, None, (0, 0.0, 0.0)
     if undecided is not None:
         rule, (num_parts, _, num_experts) = undecided.rule, undecided.parts_PTE.shape
@@ -261,18 +300,22 @@ def _launch(
         numbers = (rule.top_k, float(rule.epsilon), float(rule.scale))
     experts_few_kernel[(num_multiprocessors(x_TD.device),)](
         x_TD,
-        TensorDescriptor(w13, list(w13.shape), list(w13.stride()), [16, 64], layout),
-        TensorDescriptor(w2, list(w2.shape), list(w2.stride()), [64, 64], layout),
+        _boxes(w13_S2FD.view(-1, width), 16),
+        _boxes(w2_SDF.view(-1, num_hidden), 64),
+        None if shared is None else _boxes(shared.gate_up_2FD, 16),
+        None if shared is None else _boxes(shared.down_DF, 64),
         offsets_S1,
         token_R,
         *tables,
         counters,
-        h_RF,
-        y_RD,
+        h,
+        y,
         num_tokens,
+        num_rows,
         num_slots,
         num_hidden,
         width,
+        num_shared,
         x_TD.stride(0) // 8,
         *numbers,
         STAGES=num_stages(width, num_hidden, num_experts),
@@ -284,4 +327,10 @@ def _launch(
         maxnreg=120,  # room for programs of the launches before and after beside this one's
         **dependent_launch(x_TD),
     )
-    return y_RD
+    return FewRows(y[:num_rows], None if shared is None else y[num_rows:])
+
+
+def _boxes(w_NK: Tensor, num_rows: int) -> TensorDescriptor:
+    """As the copy engine brings them and the tensor core reads them."""
+    layout = gl.NVMMASharedLayout(128, 16, 2)
+    return TensorDescriptor(w_NK, list(w_NK.shape), list(w_NK.stride()), [num_rows, 64], layout)

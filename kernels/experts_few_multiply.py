@@ -24,7 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.experts_few_choose import choose
-from kernels.experts_few_feed import BOXES, COLUMNS, GROUPS
+from kernels.experts_few_feed import BOXES, COLUMNS, GROUPS, SHARED
 
 _barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # its name until Triton 3.6
 
@@ -39,12 +39,10 @@ def _pick(values, lane, which: gl.constexpr):
 
 
 @gluon.jit
-def _sweep(step, width, x_chunks, ring, CHUNKS: gl.constexpr, STAGES: gl.constexpr):
+def _sweep(acc, step, width, x_chunks, ring, CHUNKS: gl.constexpr, STAGES: gl.constexpr):
     """64 rows of weights, or fewer and what lies behind them, by 8 of x. CHUNKS of 64 columns a stage."""
-    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 16])
     SWIZZLED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     ws, full, empty = ring
-    acc = gl.zeros([64, 8], gl.float32, SUMS)
     for first in range(0, width, CHUNKS * 64):
         stage = step % STAGES
         mbarrier.wait(full.index(stage), step // STAGES & 1)
@@ -58,7 +56,7 @@ def _sweep(step, width, x_chunks, ring, CHUNKS: gl.constexpr, STAGES: gl.constex
         step += 1
     acc = warpgroup_mma_wait(0, deps=[acc])
     mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1)
-    return acc
+    return acc, step
 
 
 @gluon.jit
@@ -78,12 +76,11 @@ def _copy_rows(ptr, stride8, row, there, width, xs):
 @gluon.jit
 def _rows_of_tokens(note, place, token_ptr, LAYOUT: gl.constexpr):
     """The row of each of eight tokens with this slot, else -1: looked up, or, without a table, as the note says."""
-    if token_ptr is None:
-        row = note.slice(8, 8).load(LAYOUT) - 1
-    else:
-        _, start, end = place
+    # Of shared experts, too: they have no rows in the table.
+    row = note.slice(8, 8).load(LAYOUT) - 1
+    if token_ptr is not None:
+        _, start, end, _, _ = place
         token = gl.arange(0, 8, LAYOUT)
-        row = token * 0 - 1
         for j in gl.static_range(8):
             row = gl.where(token == gl.load(token_ptr + start + j, mask=start + j < end, other=-1), start + j, row)
     return row
@@ -92,41 +89,56 @@ def _rows_of_tokens(note, place, token_ptr, LAYOUT: gl.constexpr):
 @gluon.jit
 def _rows_of_slot(note, place, token_ptr, LAYOUT: gl.constexpr):
     """Its rows, up to eight, one behind the other; without a table those of tokens."""
-    if token_ptr is None:
-        row = note.slice(8, 8).load(LAYOUT) - 1
-    else:
-        row = place[1] + gl.arange(0, 8, LAYOUT)
-        row = gl.where(row < place[2], row, -1)
+    row = note.slice(8, 8).load(LAYOUT) - 1
+    if token_ptr is not None:
+        own = place[1] + gl.arange(0, 8, LAYOUT)
+        row = gl.where(own < place[2], own, row)
     return row
 
 
 @gluon.jit
 def _first(step, note, place, token_ptr, h_ptr, sizes, x_chunks, swap, ring, STAGES: gl.constexpr):
-    """16 columns of h for the rows of a slot. `place` is (column, first row, end)."""
+    """16 columns of h for the rows of a slot. `place` is (column, first row, end, columns of h, where they begin)."""
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 16])
     OUT: gl.constexpr = gl.BlockedLayout([1, 1], [16, 2], [1, 4], [0, 1])
-    _, num_hidden, num_columns = sizes
+    column, _, _, num_hidden, begin8 = place
     row = _rows_of_tokens(note, place, token_ptr, gl.SliceLayout(0, OUT))
-    acc = _sweep(step, num_columns, x_chunks, ring, 4, STAGES)
+    acc = gl.zeros([64, 8], gl.float32, SUMS)
+    acc, step = _sweep(acc, step, sizes[2], x_chunks, ring, 4, STAGES)
     # Gate and up of a column were summed by different warps.
     swap.store(acc)
     _barrier()
     gate, up = swap.slice(0, 16).load(OUT), swap.slice(16, 16).load(OUT)
     h = (gate / (1.0 + gl.exp(-gate)) * up).to(h_ptr.dtype.element_ty)
     # All tokens were multiplied, in their order.
-    n = place[0] + gl.arange(0, 16, gl.SliceLayout(1, OUT))
+    n = column + gl.arange(0, 16, gl.SliceLayout(1, OUT))
     mask = (row >= 0)[None, :] & (n < num_hidden)[:, None]
-    gl.store(h_ptr + row[None, :] * num_hidden + n[:, None], h, mask=mask)
+    gl.store(h_ptr + begin8 * 8 + row[None, :] * num_hidden + n[:, None], h, mask=mask)
 
 
 @gluon.jit
-def _second(step, note, place, token_ptr, y_ptr, sizes, h_chunks, ring, STAGES: gl.constexpr):
-    """64 columns of y for the rows of a slot."""
+def _second(step, note, place, token_ptr, h_ptr, y_ptr, sizes, hs, is_there, ring, STAGES: gl.constexpr):
+    """64 columns of y for the rows of a slot, of which h comes in parts, or is there."""
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 16])
-    _, num_hidden, num_columns = sizes
+    COPY: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [1, 4], [1, 0])
+    PART: gl.constexpr = hs.shape[1]
+    column, _, _, num_hidden, begin8 = place
+    _, _, num_columns, _, num_rows = sizes
+    h_chunks = hs._reinterpret(hs.dtype, [PART // 64, 8, 64], gl.NVMMASharedLayout(128, 16, 2))
     row = _rows_of_slot(note, place, token_ptr, gl.SliceLayout(0, SUMS))[None, :]
-    acc = _sweep(step, num_hidden, h_chunks, ring, 2, STAGES)
-    n = place[0] + gl.arange(0, 64, gl.SliceLayout(1, SUMS))[:, None]
-    gl.store(y_ptr + row * num_columns + n, acc.to(y_ptr.dtype.element_ty), mask=(row >= 0) & (n < num_columns))
+    h_row = _rows_of_slot(note, place, token_ptr, gl.SliceLayout(1, COPY))
+    acc = gl.zeros([64, 8], gl.float32, SUMS)
+    for part in range(0, num_hidden, PART):
+        if (part > 0) | (is_there == 0):
+            # All have multiplied what lies there.
+            _barrier()
+            part_ptr = h_ptr + (begin8 + part // 8) * 8
+            _copy_rows(part_ptr, num_hidden // 8, h_row, h_row >= 0, num_hidden - part, hs)
+        acc, step = _sweep(acc, step, min(num_hidden - part, PART), h_chunks, ring, 2, STAGES)
+    n = column + gl.arange(0, 64, gl.SliceLayout(1, SUMS))[:, None]
+    # Rows of the shared experts lie behind all others.
+    y_row = row + gl.where(begin8 > 0, num_rows, 0)
+    gl.store(y_ptr + y_row * num_columns + n, acc.to(y_ptr.dtype.element_ty), mask=(row >= 0) & (n < num_columns))
 
 
 @gluon.jit
@@ -141,8 +153,7 @@ def multiply(
     x_ptr, token_ptr, h_ptr, y_ptr, num_tokens, stride_x8, xs, all_hs, swaps = rows
     hs, swap = all_hs.index(GROUP), swaps.index(GROUP)
     x_chunks = xs._reinterpret(xs.dtype, [xs.shape[1] // 64, 8, 64], SWIZZLED)
-    h_chunks = hs._reinterpret(xs.dtype, [hs.shape[1] // 64, 8, 64], SWIZZLED)
-    _, num_hidden, num_columns = sizes
+    _, num_routed, num_columns, num_shared, num_rows = sizes
     notes, noted = board
     if CHOICE is not None and GROUP == 0:
         choose(undecided, handed, sizes[0], CHOICE, PDL)
@@ -153,14 +164,15 @@ def multiply(
     # Each group copies all rows: so it waits for none but its own threads.
     _copy_rows(x_ptr, stride_x8, m, m < num_tokens, num_columns, xs)
     lane = gl.arange(0, 32, layout=LANES)
-    per_first = (num_hidden + COLUMNS - 1) // COLUMNS
     turn, held = num_tokens * 0 + GROUP, num_tokens * 0 - 1
     mbarrier.wait(noted.index(GROUP), 0)
     note = notes.index(GROUP)
     values = note.load(LANES)
     number = _pick(values, lane, 0) - 1
     while number >= 0:
-        place = (_pick(values, lane, 1), _pick(values, lane, 2), _pick(values, lane, 3))
+        num_hidden = gl.where(number == SHARED, num_shared, num_routed)
+        begin8 = gl.where(number == SHARED, num_rows * (num_routed // 8), 0)
+        place = (_pick(values, lane, 1), _pick(values, lane, 2), _pick(values, lane, 3), num_hidden, begin8)
         step = _pick(values, lane, 5)
         done_ptr = counters_ptr + _DONE + number * _APART
         if _pick(values, lane, 4) == 0:
@@ -170,11 +182,11 @@ def multiply(
             gl.atomic_add(done_ptr, 1, sem="release")
         else:
             if number != held:
-                while gl.atomic_add(done_ptr, 0, sem="acquire") < per_first:
+                while gl.atomic_add(done_ptr, 0, sem="acquire") < (num_hidden + COLUMNS - 1) // COLUMNS:
                     pass
-                held, row = number, _rows_of_slot(note, place, token_ptr, gl.SliceLayout(1, COPY))
-                _copy_rows(h_ptr, num_hidden // 8, row, row >= 0, num_hidden, hs)
-            _second(step, note, place, token_ptr, y_ptr, sizes, h_chunks, ring, STAGES)
+            is_there = (number == held).to(gl.int32)
+            _second(step, note, place, token_ptr, h_ptr, y_ptr, sizes, hs, is_there, ring, STAGES)
+            held = gl.where(num_hidden <= hs.shape[1], number, -1)
         turn += GROUPS
         mbarrier.wait(noted.index(turn % PLACES), turn // PLACES & 1)
         note = notes.index(turn % PLACES)

@@ -10,7 +10,15 @@ from __future__ import annotations
 from torch import Tensor
 
 from expert_parallel.dispatcher import ExpertInput
-from kernels.experts_few import experts_few, experts_few_undecided, serves_few_tokens, serves_undecided
+from kernels.experts_few import (
+    FewRows,
+    SharedExperts,
+    experts_few,
+    experts_few_undecided,
+    serves_few_tokens,
+    serves_undecided,
+    takes_along,
+)
 from kernels.grouped_gemm import grouped_gemm, grouped_gemm_swiglu
 from kernels.grouped_gemm_fp8 import grouped_gemm_fp8, grouped_gemm_swiglu_quantized
 from kernels.quantize import FP8, Quantized, QuantizedBlocks, quantize_rows
@@ -30,14 +38,30 @@ class Experts:
         """As `router.gate.MayChoose`: in the launch that multiplies them."""
         return serves_undecided(x_TD, self.w13_S2FD, self.w2_SDF, num_experts, rule)
 
+    def takes_along(self, x_TD: Tensor, num_rows: int, shared: DenseMLP) -> bool:
+        """Whether the launch that makes `num_rows` rows of these tokens takes shared experts along."""
+        return shared.weights is not None and takes_along(x_TD, self.w13_S2FD, self.w2_SDF, num_rows, shared.weights)
+
+    def with_shared(self, inputs: ExpertInput, shared: DenseMLP) -> tuple[Tensor, Tensor]:
+        """What a call gives, and the shared experts' rows of all tokens, where these `takes_along`."""
+        few = self._few(inputs, shared.weights)
+        assert few is not None and few.shared_TD is not None, "shared experts come along with few tokens alone"
+        return few.y_RD, few.shared_TD
+
+    def _few(self, inputs: ExpertInput, shared: SharedExperts | None) -> FewRows | None:
+        """Both products in one launch, where tokens are few enough."""
+        if inputs.undecided is not None:
+            return experts_few_undecided(inputs.rows_XD, self.w13_S2FD, self.w2_SDF, inputs.undecided, shared)
+        if inputs.counters is None or inputs.row_index_R is None:
+            return None
+        few = (inputs.rows_XD, self.w13_S2FD, self.w2_SDF, inputs.offsets_S1, inputs.row_index_R, inputs.num_rows)
+        return experts_few(*few, inputs.counters, shared) if serves_few_tokens(*few) else None
+
     def __call__(self, inputs: ExpertInput) -> Tensor:
         """y_RD, one row for each packed row, in the model dtype: rounded before the router's weight is applied."""
-        if inputs.undecided is not None:
-            return experts_few_undecided(inputs.rows_XD, self.w13_S2FD, self.w2_SDF, inputs.undecided)
-        if inputs.counters is not None and inputs.row_index_R is not None:
-            few = (inputs.rows_XD, self.w13_S2FD, self.w2_SDF, inputs.offsets_S1, inputs.row_index_R, inputs.num_rows)
-            if serves_few_tokens(*few):
-                return experts_few(*few, inputs.counters)
+        few = self._few(inputs, None)
+        if few is not None:
+            return few.y_RD
         h_RF = grouped_gemm_swiglu(
             inputs.rows_XD,
             self.w13_S2FD,
@@ -89,6 +113,11 @@ class DenseMLP:
     def __init__(self, gate_up_2FD: Tensor, down: Linear) -> None:
         self.gate_up_12FD = gate_up_2FD[None]
         self.down = down
+
+    @property
+    def weights(self) -> SharedExperts | None:
+        """For a launch that takes them along; None where there is more to them."""
+        return None if self.down.bias_N is not None else SharedExperts(self.gate_up_12FD[0], self.down.weight_NK)
 
     def __call__(self, x_TD: Tensor, all_rows_2: Tensor) -> Tensor:
         """`all_rows_2` is the device tensor (0, T): the offsets of one slot with every row."""

@@ -43,6 +43,7 @@ class MoELayer:
         self.gate: Router = Gate(weight_ED, bias_E, moe.rule)
         self.dispatchers = dispatchers
         self.experts = make_experts(parameters, f"{name}.experts") if offload is None else offload.experts[index]
+        self.top_k = moe.rule.top_k
         self._may_choose = self.experts.may_choose if isinstance(self.experts, Experts) else None
         self.shared: DenseMLP | None = None
         if moe.shared_dim:
@@ -62,12 +63,14 @@ class MoELayer:
         dispatcher = self.dispatchers.prefill if plan.step.any_prefill else self.dispatchers.decode
         own_slots, packed = dispatcher.own_slots, None
         shared, shared_TD = self.shared, None
-        if first_norm is not None and (own_slots is None or (shared is not None and plan.beside is not None)):
+        along = self._takes_along(x_TD) if own_slots is not None else None
+        beside = plan.beside if shared is not None and along is None else None
+        if first_norm is not None and (own_slots is None or beside is not None):
             x_TD, residual_TD = rmsnorm_residual(x_TD, residual_TD, *first_norm)
             first_norm = None
-        if shared is not None and plan.beside is not None:
-            plan.beside.fork()
-            with plan.beside.use():
+        if shared is not None and beside is not None:
+            beside.fork()
+            with beside.use():
                 shared_TD = shared(x_TD, plan.all_rows_2)
         if own_slots is None:
             routing = self.gate(x_TD, plan.step.real_T)
@@ -86,11 +89,14 @@ class MoELayer:
         for rows, inputs in rounds(dispatcher, filled.x_TD, filled.expert_ids_TK, filled.weights_TK, packed):
             if not parts:
                 yield
-            y_RD = self.experts(inputs)
+            if shared is not None and along is not None:
+                y_RD, shared_TD = along.with_shared(inputs, shared)
+            else:
+                y_RD = self.experts(inputs)
             if not parts:
-                if shared is not None and plan.beside is not None:
-                    plan.beside.join()  # what was never forked may not be joined: a capture would fail
-                elif shared is not None:
+                if beside is not None:
+                    beside.join()  # what was never forked may not be joined: a capture would fail
+                elif shared is not None and along is None:
                     shared_TD = shared(x_TD, plan.all_rows_2)
                 if shared_TD is not None and fill:
                     shared_TD = F.pad(shared_TD, (0, 0, 0, fill))
@@ -102,6 +108,13 @@ class MoELayer:
         self._count(offsets, plan)
         y_TD, new_residual_TD = parts[0] if len(parts) == 1 else (torch.cat(each) for each in zip(*parts, strict=True))
         return (y_TD, new_residual_TD) if not fill else (y_TD[:num_tokens], new_residual_TD[:num_tokens])
+
+    def _takes_along(self, x_TD: Tensor) -> Experts | None:
+        """The experts, if their launch takes the shared ones along."""
+        if self.shared is None or not isinstance(self.experts, Experts):
+            return None
+        takes = self.experts.takes_along(x_TD, x_TD.shape[0] * self.top_k, self.shared)
+        return self.experts if takes else None
 
     def _count(self, offsets: list[Tensor], plan: StepPlan) -> None:
         """Offsets are running sums of rows, and so is their sum over the rounds."""

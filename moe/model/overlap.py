@@ -83,7 +83,8 @@ def choose_overlap(parallel: ParallelConfig, num_ranks: int, device: torch.devic
     dispatch of these takes, in its place: dsv3 47.2 | 33.2, 59.9 | 43.0, 740 | 643; dsv2-lite 34.4 | 19.6, 36.8 | 21.5,
     288 | 228. The router, whose launches mostly wait, has them beside it too, with one rank in steps of decoding rows;
     whole layers of dsv2-lite in graphs, in turn | beside, for 1, 8, 64 and 256 rows: 100.5 | 91.3, 220.3 | 210.5,
-    365.8 | 353.9, 436.6 | 422.3. Beside prompts it has not been measured.
+    365.8 | 353.9, 436.6 | 422.3. Beside prompts it has not been measured. Of few tokens on one rank they come along in
+    the launch of the others where that can be (kernels/experts_few.py), and so beside nothing.
     """
     if parallel.overlap == "none":
         return Overlap()

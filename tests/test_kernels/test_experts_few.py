@@ -59,7 +59,7 @@ def one_launch(x_TD: Tensor, w13_S2FD: Tensor, w2_SDF: Tensor, packed: Packed) -
     assert packed.counters is not None
     given = (x_TD, w13_S2FD, w2_SDF, packed.offsets_S1, packed.row_token_R, packed.row_token_R.shape[0])
     assert serves_few_tokens(*given)
-    return experts_few(*given, packed.counters)
+    return experts_few(*given, packed.counters).y_RD
 
 
 def two_launches(x_TD: Tensor, w13_S2FD: Tensor, w2_SDF: Tensor, packed: Packed) -> Tensor:
@@ -153,10 +153,17 @@ def test_what_is_left_to_the_two_products():
 UNDECIDED = ("parts_ptr", "bias_ptr", "real_ptr", "slot_of_ptr", "ids_ptr", "weights_ptr", "packed_row_ptr")
 
 
+def numbers_and_shared(*, with_shared: bool) -> dict[str, object]:
+    names = ("num_tokens", "num_rows", "num_slots", "num_hidden", "num_columns", "num_shared")
+    args: dict[str, object] = dict.fromkeys(names, "i32")
+    boxes = (box("bf16", 16, 64), box("bf16", 64, 64)) if with_shared else (None, None)
+    return args | dict(zip(("s13_desc", "s2_desc"), boxes))
+
+
 @aot
 @pytest.mark.parametrize(("width", "hidden"), [(2048, 768), (2048, 1408), (64, 1024)])
 def test_compiles(width, hidden):
-    args: dict[str, object] = dict.fromkeys(("num_tokens", "num_slots", "num_hidden", "num_columns"), "i32")
+    args = numbers_and_shared(with_shared=width > 64)
     args |= dict.fromkeys(("offsets_ptr", "token_ptr", "counters_ptr"), "*i32")
     args |= dict.fromkeys(("x_ptr", "h_ptr", "y_ptr"), "*bf16") | {"stride_x8": "i32"}
     args |= {"w13_desc": box("bf16", 16, 64), "w2_desc": box("bf16", 64, 64), "BLOCK_S": 128}
@@ -169,7 +176,7 @@ def test_compiles(width, hidden):
 @aot
 @pytest.mark.parametrize(("num_experts", "sigmoid"), [(128, False), (250, True)])
 def test_the_choice_in_it_compiles(num_experts, sigmoid):
-    args: dict[str, object] = dict.fromkeys(("num_tokens", "num_slots", "num_hidden", "num_columns"), "i32")
+    args = numbers_and_shared(with_shared=sigmoid)
     args |= dict.fromkeys(("offsets_ptr", "slot_of_ptr", "ids_ptr", "packed_row_ptr", "counters_ptr"), "*i32")
     args |= dict.fromkeys(("x_ptr", "h_ptr", "y_ptr"), "*bf16") | {"stride_x8": "i32", "token_ptr": None}
     args |= dict.fromkeys(("parts_ptr", "weights_ptr"), "*fp32") | dict.fromkeys(("epsilon", "scale"), "fp32")

@@ -92,7 +92,7 @@ def test_bits_are_those_of_each_apart(num_experts, width, hidden, rule, with_bia
                 x_TD, None, None, gate, bias_E, rule, slot_of_E.cuda(), num_experts, real_T=None if turn % 2 else real_T
             )
             assert isinstance(routed.packed, Undecided)
-            y_RD = experts_few_undecided(x_TD, w13_S2FD, w2_SDF, routed.packed)
+            y_RD = experts_few_undecided(x_TD, w13_S2FD, w2_SDF, routed.packed).y_RD
         assert_as_apart(routed.packed, y_RD, x_TD, gate, (w13_S2FD, w2_SDF))
 
 
@@ -110,7 +110,7 @@ def test_with_the_norm_before_and_the_sum_behind_in_graphs(num_tokens):
         for _ in range(6):
             routed = leave_open(x, residual, norm, gate_ED, None, rule, slot_of_E, 128)
             assert isinstance(routed.packed, Undecided)
-            y_RD = experts_few_undecided(routed.y_TD, w13_S2FD, w2_SDF, routed.packed)
+            y_RD = experts_few_undecided(routed.y_TD, w13_S2FD, w2_SDF, routed.packed).y_RD
             rows_TK, weights_TK = routed.packed.packed.packed_row_TK, routed.routing.weights_TK
             x, residual = combine_norm(y_RD, rows_TK, weights_TK, routed.new_residual_TD, *norm, in_order=True)
             out += [x, residual]
