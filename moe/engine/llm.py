@@ -171,8 +171,8 @@ class LLM:
         unless the final message is to be continued. ValueError, before anything runs, where there is no template or it
         refuses a conversation.
         """
-        if not isinstance(messages, Iterable):
-            raise ValueError(f"messages={messages!r} must be a conversation, or a list of them.")
+        if not isinstance(messages, Iterable) or isinstance(messages, str | bytes | Mapping):
+            raise ValueError(f"messages={messages!r} must be a conversation (a list of messages), or a list of them.")
         listed = list(messages)
         chats: list[Any] = [listed] if listed and isinstance(listed[0], Mapping) else listed
         tokenizer = self.get_tokenizer()

@@ -27,7 +27,7 @@ def listed_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Any]:
     """One prompt, or several, as a list. An empty list is a list of no prompts."""
     if isinstance(prompts, str | Mapping) or (_is_ids(prompts) and bool(prompts)):
         return [prompts]
-    if not isinstance(prompts, Iterable):
+    if not isinstance(prompts, Iterable) or isinstance(prompts, bytes):
         raise ValueError(f"prompts={prompts!r} must be a text, a list of token ids, a dict, or a list of these.")
     return list(prompts)
 

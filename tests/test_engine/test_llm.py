@@ -101,6 +101,9 @@ def test_arguments_of_another_kind_are_named(llm: LLM, prompts: Any, params: Any
 def test_chats_and_streams_of_another_kind_are_named(llm: LLM) -> None:
     calls: tuple[tuple[Any, str], ...] = (
         (lambda: llm.chat(5, PARAMS), "messages=5 must be a conversation"),  # pyright: ignore
+        (lambda: llm.chat("hi"), "messages='hi' must be a conversation"),  # pyright: ignore
+        (lambda: llm.chat({"role": "user"}), "messages={'role': 'user'} must be a conversation"),  # pyright: ignore
+        (lambda: llm.generate(b"hi"), "prompts=b'hi' must be a text"),  # pyright: ignore
         (lambda: llm.stream("a", {"n": 2}), r"params\[0\]=\{'n': 2\} must be SamplingParams"),  # pyright: ignore
     )
     for call, message in calls:
