@@ -86,14 +86,19 @@ def fp8_tile(x: Tensor, w: QuantizedBlocks, num_rows: int) -> Fp8Tile:
     return FewRowsTile(16, block_n, 4, 4 if parts == 2 and steps <= 16 else 3)
 
 
-def quantizes_swiglu(x: Tensor, w: QuantizedBlocks, num_rows: int) -> bool:
-    """Whether the first product of so many rows is quantised where it is made (grouped_gemm_fp8_swiglu.py).
+def quantized_from(num_slots: int, slot_bytes: int) -> int:
+    """From so many rows on the first product is quantised where it is made (grouped_gemm_fp8_swiglu.py), on compute
+    capability 9; `slot_bytes`: of its weights of one slot.
 
     Measured on an H200, whole layers, us, product after packing and before quantising / all in one: qwen3 (second
     products whose weights stay) 64 rows a slot 225 / 240, 128 rows 325 / 324, 256 rows 522 / 484, 1024 rows 1820 /
     1623; 1024 rows, dsv3-ep8 3425 / 3150, mixtral 3108 / 3075. By two groups that share 256 rows of weights second
     products lose: dsv3-ep8 3675, mixtral 3570.
     """
-    num_slots, slot_bytes = w.scales.shape[0], w.values.shape[1] * w.values.shape[2]
-    many = cdiv(num_rows, num_slots) >= (192 if slot_bytes <= CACHED_BYTES else MANY_ROWS)
+    return num_slots * (192 if slot_bytes <= CACHED_BYTES else MANY_ROWS)
+
+
+def quantizes_swiglu(x: Tensor, w: QuantizedBlocks, num_rows: int) -> bool:
+    """Whether the first product of so many rows is quantised where it is made."""
+    many = num_rows >= quantized_from(w.scales.shape[0], w.values.shape[1] * w.values.shape[2])
     return many and device_generation(x) == 9 and w.values.shape[-1] % 16 == 0
