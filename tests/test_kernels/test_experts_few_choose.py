@@ -99,7 +99,8 @@ def test_bits_are_those_of_each_apart(num_experts, width, hidden, rule, with_bia
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_tokens", [1, 3, 4])
 def test_with_the_norm_before_and_the_sum_behind_in_graphs(num_tokens):
-    """Launches follow each other at once, and tell ahead: nobody reads what is not there yet."""
+    """Launches follow each other at once, and tell ahead: nobody reads what is not there yet. As in a network, others
+    stand between a layer and the next router, which reads the residual ahead of its wait."""
     rule, norm = RoutingRule(top_k=8), Norm(torch.rand(2048, device="cuda").bfloat16() + 0.5, 1e-6)
     gate_ED, w13_S2FD, w2_SDF = operands(128, 2048, 768)
     x_TD, residual_TD = rows_of(num_tokens, 2048, 0), rows_of(num_tokens, 2048, 1)
@@ -114,6 +115,7 @@ def test_with_the_norm_before_and_the_sum_behind_in_graphs(num_tokens):
             rows_TK, weights_TK = routed.packed.packed.packed_row_TK, routed.routing.weights_TK
             x, residual = combine_norm(y_RD, rows_TK, weights_TK, routed.new_residual_TD, *norm, in_order=True)
             out += [x, residual]
+            x = x.clone()
         return out
 
     def apart() -> list[Tensor]:
