@@ -34,9 +34,10 @@ def places_of(kv_len):
     """Places of a sequence in the row: its tiles, and one: fetching queries, and dividing and writing results, take as
     long as a tile. Without it programs with many short sequences end last.
 
-    One H200, 16 heads, us, with it / without: 512 sequences of 69 to 1036 keys, 573 on average, 109.7 / 129.9 (76 by
-    bytes), 200 of 382 to 1328 68.0 / 71.0, 256 x 576 53.3 / 53.6, 512 x 600 113.8 / 111.1. Two places: 108.4, 68.4,
-    53.5, 113.6.
+    One H200, 16 heads, us, so / without: 512 sequences of 69 to 1036 keys, 573 on average, 109.7 / 129.9 (76 by bytes),
+    200 of 382 to 1328 68.0 / 71.0, 256 x 576 53.3 / 53.6, 512 x 600 113.8 / 111.1; with two places 108.4, 68.4, 53.5,
+    113.6. Layers of dsv2-lite with runs that begin a place early / not / without either: 512 rows 535.9 / 537.5 /
+    560.1, 384 501.9 / 501.6 / 513.1, 320 472.4 / 473.4 / 481.4, 256 411.5 / 412.8 / 412.0, 64 337.0 / 339.4 / 337.4.
     """
     return tiles_of(kv_len) + 1
 
@@ -70,7 +71,9 @@ def find_run(
         length = gl.cdiv(total, num_runs)
         whole = gl.cdiv(length, most) * most
         length = gl.where((total == most * num_sequences) & (16 * whole <= 17 * length), whole, length)
-        begin = run * length
+        # In the place before a sequence no split begins: a run that has none before its first sequence ends with no
+        # half of a split more than its length.
+        begin = run * length - 1
         end = begin + length
         sequence = 0
         last = num_sequences
