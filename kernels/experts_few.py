@@ -271,6 +271,7 @@ def experts_few_undecided(
     open. Row t * K + k of y is that of choice k of token t."""
     offsets_S1, counters = undecided.packed.offsets_S1, undecided.packed.counters
     assert counters is not None, "what is undecided has counters"
+    assert x_TD.shape[0] <= WARPS.value, f"{x_TD.shape[0]} rows: a row is chosen for in each of {WARPS.value} warps"
     num_rows = undecided.packed.packed_row_TK.numel()
     return _launch(x_TD, w13_S2FD, w2_SDF, offsets_S1, None, num_rows, counters, undecided, shared)
 
