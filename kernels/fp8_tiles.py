@@ -86,19 +86,21 @@ def fp8_tile(x: Tensor, w: QuantizedBlocks, num_rows: int) -> Fp8Tile:
     return FewRowsTile(16, block_n, 4, 4 if parts == 2 and steps <= 16 else 3)
 
 
-def quantized_from(num_slots: int, slot_bytes: int) -> int:
-    """From so many rows on the first product is quantised where it is made (grouped_gemm_fp8_swiglu.py), on compute
-    capability 9; `slot_bytes`: of its weights of one slot.
+def most_rows_apart(num_rows: int, num_slots: int, slot_bytes: int) -> int:
+    """The most rows, of up to so many, whose first product is packed before and quantised after it: all, or those too
+    few to be quantised where they are made (grouped_gemm_fp8_swiglu.py). `slot_bytes`: of its weights of one slot.
 
-    Measured on an H200, whole layers, us, product after packing and before quantising / all in one: qwen3 (second
-    products whose weights stay) 64 rows a slot 225 / 240, 128 rows 325 / 324, 256 rows 522 / 484, 1024 rows 1820 /
-    1623; 1024 rows, dsv3-ep8 3425 / 3150, mixtral 3108 / 3075. By two groups that share 256 rows of weights second
-    products lose: dsv3-ep8 3675, mixtral 3570.
+    Measured on an H200, whole layers, us, apart / in one: qwen3 (second products whose weights stay) 64 rows a slot 225
+    / 240, 128 rows 325 / 324, 256 rows 522 / 484, 1024 rows 1820 / 1623; dsv3-ep8 256 rows 1064 / 1024, 1024 rows 3425
+    / 3150, 4096 rows 13016 / 12741; mixtral 256 rows 1011 / 950, 1024 rows 3108 / 3075, 4096 rows 12208 / 13399: 1024
+    rows at a time go through the weights, which no cache keeps for the next ones. By two groups that share 256 rows of
+    weights second products lose: dsv3-ep8 3675, mixtral 3570.
     """
-    return num_slots * (192 if slot_bytes <= CACHED_BYTES else MANY_ROWS)
+    least, most = 192 * num_slots, num_rows if slot_bytes <= 2 * CACHED_BYTES else 1024 * num_slots
+    return least - 1 if least <= num_rows <= most else num_rows
 
 
 def quantizes_swiglu(x: Tensor, w: QuantizedBlocks, num_rows: int) -> bool:
-    """Whether the first product of so many rows is quantised where it is made."""
-    many = num_rows >= quantized_from(w.scales.shape[0], w.values.shape[1] * w.values.shape[2])
-    return many and device_generation(x) == 9 and w.values.shape[-1] % 16 == 0
+    """Whether the first product of so many rows is quantised where it is made: on compute capability 9."""
+    apart = most_rows_apart(num_rows, w.scales.shape[0], w.values.shape[1] * w.values.shape[2])
+    return apart < num_rows and device_generation(x) == 9 and w.values.shape[-1] % 16 == 0

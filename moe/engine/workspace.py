@@ -16,7 +16,7 @@ import torch
 
 from kernels.checks import cdiv
 from kernels.decode_cut import decode_parts
-from kernels.fp8_tiles import quantized_from
+from kernels.fp8_tiles import most_rows_apart
 from kernels.mla_decode import mla_splits
 from kernels.quantize import quantized_bytes
 from moe.engine.sampler import ROWS_AT_A_TIME
@@ -203,8 +203,8 @@ class _Step:
                 products = max(own + packed, packed + products + inner)
             else:
                 # Quantised where it is made, or, of fewer rows, packed before and quantised after the first product.
-                least = quantized_from(cdiv(moe.num_experts, self.num_ranks), 2 * moe.expert_dim * D)
-                apart = min(1.0, (least - 1) / here) if self.device.hopper else 1.0
+                sizes = cdiv(moe.num_experts, self.num_ranks), 2 * moe.expert_dim * D
+                apart = most_rows_apart(here, *sizes) / here if self.device.hopper else 1.0
                 products = max(own + int(apart * (between + max(packed, inner))), own + inner, inner + after)
         shared = rows * moe.shared_dim * self.item
         summed = after + max(shared + stream, 2 * stream + (stream if shared else 0))

@@ -184,7 +184,8 @@ def test_few_programs_ask_for_several_steps_of_long_rows_together(monkeypatch):
 
 
 def test_weights_stay_for_many_short_rows(monkeypatch):
-    """And the first product is quantised where it is made from more rows on, where a slot's weights fit the cache."""
+    """And the first product is quantised where it is made from more rows on, but for so many that they pass more than
+    once by weights that no cache keeps."""
     monkeypatch.setattr("kernels.fp8_tiles.device_generation", lambda x: 9)
     x = torch.empty(1, device="meta")
 
@@ -198,8 +199,9 @@ def test_weights_stay_for_many_short_rows(monkeypatch):
     for num_rows, sizes, fused in (
         (32768, (128, 2, 768, 2048), True),
         (16384, (128, 2, 768, 2048), False),
-        (8192, (32, 2, 2048, 7168), False),
-        (16384, (32, 2, 2048, 7168), True),
+        (131072, (32, 2, 2048, 7168), True),
+        (8192, (8, 2, 14336, 4096), True),
+        (32768, (8, 2, 14336, 4096), False),
         (32768, (128, 2, 768, 2056), False),
     ):
         assert quantizes_swiglu(x, weights(*sizes), num_rows) == fused
