@@ -145,6 +145,8 @@ class LineParser:
         except RecursionError:
             return BadLine(number, "not usable JSON: nested too deeply")
         if not isinstance(record, dict):
+            if self._faults:  # what stands for it is not what the line says
+                return BadLine(number, self._faults[0])
             return BadLine(number, f"a JSON object is needed, this is {_kind(record)}")
         if _is_deep(raw, record):
             return BadLine(number, f"nested too deeply: more than {MAX_NESTING} lists and objects in each other")

@@ -63,6 +63,8 @@ def test_a_bom_is_accepted_at_the_very_beginning_only() -> None:
         (b"17", "a JSON object is needed, this is a number"),
         (b"true", "a JSON object is needed, this is a truth value"),
         (b'{"t":NaN}', "not JSON: NaN is no number"),
+        (b"NaN", "not JSON: NaN is no number"),
+        (b"1e999", "a number is too large: beyond 1.8e308"),
         (b'{"t":-Infinity}', "not JSON: -Infinity is no number"),
         (b"\xff\xfe", "byte 1 is not UTF-8: invalid start byte"),
         (b'{"a":"\xe4\xb8"}', "byte 7 is not UTF-8: invalid continuation byte"),
