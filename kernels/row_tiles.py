@@ -30,12 +30,20 @@ def most_row_tiles(num_rows: int, num_slots: int, block_m: int) -> int:
 
 
 @triton.jit
-def tile_of_program(program, tiles_m, tiles_n, GROUP_M: tl.constexpr):
-    """(row tile, column tile): GROUP_M row tiles share a column's weights while those are in the L2 cache."""
+def tile_of_program(program, tiles_m, tiles_n, GROUP_M: tl.constexpr, GROUP_N: tl.constexpr = 1):  # pyright: ignore
+    """(row tile, column tile): GROUP_M row tiles share a column's weights while those are in the L2 cache. Neighbouring
+    programs have rows beside each other, or GROUP_N columns of the same rows first."""
     per_group = GROUP_M * tiles_n
     first_m = (program // per_group) * GROUP_M
     rows = min(tiles_m - first_m, GROUP_M)
-    return first_m + (program % per_group) % rows, (program % per_group) // rows
+    tile = program % per_group
+    if GROUP_N == 1:
+        return first_m + tile % rows, tile // rows
+    else:
+        first_n = tile // (rows * GROUP_N) * GROUP_N
+        columns = min(tiles_n - first_n, GROUP_N)
+        tile = tile % (rows * GROUP_N)
+        return first_m + tile // columns, first_n + tile % columns
 
 
 @triton.jit

@@ -40,6 +40,8 @@ def test_compiles(arch, name, swiglu, gathered):
         args |= {"x": "*bf16" if gathered else box("bf16", 16 if swapped else tile.block_m, tile.block_k)}
         args |= {"w_desc": box("bf16", 128 // products if swapped else tile.block_n, tile.block_k)}
         args |= {"STAGES": tile.num_stages, "stride_x8": "i32"}
+        if not swapped:
+            args |= {"GROUP_N": 1 if gathered else 2}
         kernel = _grouped_gemm_swapped_kernel if swapped else _grouped_gemm_specialized_kernel
         compile_gluon_ahead(kernel, args, num_warps=tile.num_warps)
         return

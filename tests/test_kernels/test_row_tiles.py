@@ -42,7 +42,14 @@ def test_worked_examples():
 
 @triton.jit
 def _owners_kernel(
-    offsets_ptr, out_ptr, num_slots, tiles_n, BLOCK_S: tl.constexpr, BLOCK_M: tl.constexpr, GROUP_M: tl.constexpr
+    offsets_ptr,
+    out_ptr,
+    num_slots,
+    tiles_n,
+    BLOCK_S: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    GROUP_N: tl.constexpr,
 ):
     """out int32 [programs, 3]: slot, row tile, column tile; untouched where there is nothing to do."""
     program = tl.program_id(0)
@@ -50,7 +57,7 @@ def _owners_kernel(
     if slot >= num_slots:
         return
     rows = tl.load(offsets_ptr + slot + 1) - tl.load(offsets_ptr + slot)
-    tile_m, tile_n = tile_of_program(tile, tl.cdiv(rows, BLOCK_M), tiles_n, GROUP_M)  # pyright: ignore
+    tile_m, tile_n = tile_of_program(tile, tl.cdiv(rows, BLOCK_M), tiles_n, GROUP_M, GROUP_N)  # pyright: ignore
     tl.store(out_ptr + program * 3, slot)
     tl.store(out_ptr + program * 3 + 1, tile_m)
     tl.store(out_ptr + program * 3 + 2, tile_n)
@@ -58,21 +65,23 @@ def _owners_kernel(
 
 @pytest.mark.parametrize("counts", [(5,), (0, 3, 0, 0, 9, 1, 0), (0, 0, 0), (4, 4, 4), (0, 17)])
 @pytest.mark.parametrize("tiles_n", [1, 3])
-def test_every_tile_has_one_owner_slot_by_slot(backend, counts, tiles_n):
+@pytest.mark.parametrize("group_n", [1, 2])
+def test_every_tile_has_one_owner_slot_by_slot(backend, counts, tiles_n, group_n):
     if backend.dtype != torch.float32:
         pytest.skip("no data of the model's dtype here")
     block_m, num_rows = 4, sum(counts) + 2
     programs = most_row_tiles(num_rows, len(counts), block_m) * tiles_n
     offsets_S1 = torch.tensor([0, *counts]).cumsum(0).to(backend.device, torch.int32)
     owners = torch.full((programs, 3), -1, dtype=torch.int32, device=backend.device)
-    _owners_kernel[(programs,)](
-        offsets_S1, owners, len(counts), tiles_n, BLOCK_S=next_power_of_2(len(counts)), BLOCK_M=block_m, GROUP_M=2
-    )
+    sizes = {"BLOCK_S": next_power_of_2(len(counts)), "BLOCK_M": block_m, "GROUP_M": 2, "GROUP_N": group_n}
+    _owners_kernel[(programs,)](offsets_S1, owners, len(counts), tiles_n, **sizes)
     found = [tuple(owner) for owner in owners.tolist() if owner[0] >= 0]
     expected = [
         (s, m, n) for s, count in enumerate(counts) for m in range(cdiv(count, block_m)) for n in range(tiles_n)
     ]
     assert sorted(found) == expected and [slot for slot, _, _ in found] == [slot for slot, _, _ in expected]
+    if tiles_n > 1 and counts == (5,):  # of one slot's two row tiles
+        assert found[1] == ((0, 1, 0) if group_n == 1 else (0, 0, 1))
 
 
 @triton.jit
