@@ -5,6 +5,7 @@ The steps read and write one block of a throw-away pool: their tables hold block
 
 from __future__ import annotations
 
+import gc
 import logging
 from dataclasses import replace
 
@@ -97,6 +98,7 @@ def measure_memory(
     weights = (held_experts or 0) + sum(tensor.nbytes for tensor in own)
     if device.type != "cuda":
         return DeviceMemory("cpu", None, weights, 0)
+    gc.collect()  # what is held by nobody but itself (an engine that was thrown away) would count as working space
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
     pool = KVPool(layout, 1, device)
