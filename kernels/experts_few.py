@@ -66,7 +66,7 @@ FEW_TOKENS = 8
 """At most: the columns of the tensor core's smallest tile. Measured on an H200, us a layer in graphs, two launches /
 this one: qwen3 1 row 49.7 / 47.9, 2 rows 69.4 / 63.7, 4 rows 98.4 / 94.1, 8 rows 148.4 / 144.8; dsv2-lite 1 row 69.0 /
 67.7, 4 rows 118.4 / 117.7, 8 rows 162.4 / 161.7. In another run, the router choosing / this launch: qwen3 1 row 48.4 /
-45.9, 2 rows 64.5 / 61.3, 4 rows 95.0 / 93.1; dsv2-lite 1 row 68.9 / 68.4, 4 rows 119.1 / 119.3."""
+45.9, 2 rows 64.5 / 61.9, 4 rows 95.0 / 93.1; dsv2-lite 1 row 68.9 / 68.4, 4 rows 119.1 / 119.3."""
 
 _MOST_STAGES, _FEWEST_STAGES = 11, 7
 """Seven are dsv2-lite's, fewer have not been measured."""
