@@ -81,7 +81,7 @@ class Gate(Router):
     ) -> tuple[Routing, Packed | Undecided]:
         """Of few rows in one launch. Not on two streams at once."""
         gated = (x_TD, self.weight_ED, self.bias_E, self.rule)
-        if _is_left_open(self, x_TD, may_choose):
+        if self._is_left_open(x_TD, may_choose):
             routed = leave_open(x_TD, None, None, *gated[1:], slot_of_E, num_slots, real_T=real_T)
             return routed.routing, routed.packed
         return gate_and_pack(*gated, slot_of_E, num_slots, real_T=real_T, counter_1=self._counter_1)
@@ -98,12 +98,11 @@ class Gate(Router):
     ) -> NormedRouting:
         """Of few rows in one launch. Not on two streams at once."""
         gated = (x_TD, residual_TD, norm, self.weight_ED, self.bias_E, self.rule)
-        if _is_left_open(self, x_TD, may_choose):
+        if self._is_left_open(x_TD, may_choose):
             return leave_open(*gated, slot_of_E, num_slots, real_T=real_T)
         return norm_gate_and_pack(*gated, slot_of_E, num_slots, real_T=real_T, counter_1=self._counter_1)
 
-
-def _is_left_open(gate: Gate, x_TD: Tensor, may_choose: MayChoose | None) -> bool:
-    if may_choose is None or x_TD.dtype != gate.weight_ED.dtype:
-        return False
-    return may_choose(x_TD, gate.weight_ED.shape[0], gate.rule)
+    def _is_left_open(self, x_TD: Tensor, may_choose: MayChoose | None) -> bool:
+        if may_choose is None or x_TD.dtype != self.weight_ED.dtype:
+            return False
+        return may_choose(x_TD, self.weight_ED.shape[0], self.rule)

@@ -74,13 +74,13 @@ class MoELayer:
                 shared_TD = shared(x_TD, plan.all_rows_2)
         if own_slots is None:
             routing = self.gate(x_TD, plan.step.real_T)
-        elif first_norm is not None:
-            rows, asked = (x_TD, residual_TD, first_norm), (plan.step.real_T, self._may_choose)
-            routed = self.gate.norm_and_pack(*rows, own_slots.slot_of_E, own_slots.num_slots, *asked)
-            x_TD, residual_TD, routing, packed = routed
         else:
-            asked = (plan.step.real_T, self._may_choose)
-            routing, packed = self.gate.and_pack(x_TD, own_slots.slot_of_E, own_slots.num_slots, *asked)
+            asked = (own_slots.slot_of_E, own_slots.num_slots, plan.step.real_T, self._may_choose)
+            if first_norm is not None:
+                routed = self.gate.norm_and_pack(x_TD, residual_TD, first_norm, *asked)
+                x_TD, residual_TD, routing, packed = routed
+            else:
+                routing, packed = self.gate.and_pack(x_TD, *asked)
         yield
         fill = max(plan.step.most_rows - num_tokens, 0) if dispatcher.equal_rows else 0
         filled = _Rows(x_TD, *routing, residual_TD) if not fill else _filled_up(x_TD, routing, residual_TD, fill)
