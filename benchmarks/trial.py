@@ -8,18 +8,24 @@ compared, then all forms take turns in replayed graphs.
     python benchmarks/trial.py drafts=all seconds=0.3 result=trial.json
     python benchmarks/trial.py with=NAME,NAME workload=w2 model=dsv2-lite limit=1   # launch.bench, drafts in place
 
-A draft that fails says so and the next one has its turn: device time is dear. The exit status is 1 if any failed.
+Every draft has a process of its own, `jobs` at a time: one compiles while another measures, one measures at a time, and
+one that breaks the device's context leaves the others alone. The exit status is 1 if any failed.
 """
 
 from __future__ import annotations
 
 import ast
+import contextlib
+import fcntl
 import importlib
 import itertools
 import json
+import subprocess
 import sys
+import tempfile
 import traceback
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -45,7 +51,9 @@ OWN_KEYS = {
     "with": "drafts that are put in place of what is in use; the other words are launch.bench's",
     "device": "auto, cuda or cpu",
     "seconds": "device time of each case's samples",
-    "result": "a JSON file, written again after every case",
+    "jobs": "so many drafts at a time",
+    "limit": "seconds that a draft may take",
+    "result": "a JSON file, written again after every draft",
 }
 
 
@@ -84,35 +92,62 @@ def differences(case: Case) -> dict[str, float]:
 
 
 def distance(wanted: Tensor, given: Tensor) -> float:
-    """0 for the same bits; infinite where one has a NaN that the other lacks."""
+    """0 for the same bits and for nothing else; infinite where one has a NaN that the other lacks."""
     assert wanted.dtype == given.dtype, f"{given.dtype} for {wanted.dtype}"
     if torch.equal(wanted.view(torch.uint8), given.view(torch.uint8)):
         return 0.0
     difference = (wanted.double() - given.double()).abs()
     off = difference.max() / wanted.double().abs().nan_to_num().max().clamp_min(1e-30)
-    return float(off) if torch.isfinite(off) else float("inf")
+    return max(float(off), sys.float_info.min) if torch.isfinite(off) else float("inf")
 
 
-def measure(name: str, device: torch.device, seconds: float, record: dict[str, Any], result: Path | None) -> bool:
-    """All cases of a draft; False if one went wrong."""
-    good = True
+@contextlib.contextmanager
+def alone(lock: Path) -> Iterator[None]:
+    """One process at a time measures."""
+    with lock.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def measure(name: str, device: torch.device, seconds: float, lock: Path) -> Iterator[dict[str, Any]]:
+    """A row for each case of a draft; what goes wrong is in it, and the next case has its turn."""
     for case in load(name).cases(device):
-        row: dict[str, Any] = {"draft": name, "case": case.name}
+        row: dict[str, Any] = {"draft": name, "case": case.name, "good": False}
         try:
             row["off"] = differences(case)
-            row["same"] = all(off <= case.tolerance for off in row["off"].values())
-            timings = time_variants(case.forms, device, seconds=seconds)
+            with alone(lock):
+                timings = time_variants(case.forms, device, seconds=seconds)
             row["us"] = {form: round(timing.median * 1e6, 2) for form, timing in timings.items()}
+            row["good"] = all(off <= case.tolerance for off in row["off"].values())
         except Exception as error:
             traceback.print_exc()
             row["error"] = str(error)[:500]
-        good &= row.get("same", False) and "error" not in row
-        times = "  ".join(f"{form} {us:.2f}" for form, us in row.get("us", {}).items())
-        print(f"{name}: {case.name}: {times}  off {row.get('off', row.get('error'))}", flush=True)
-        record["cases"].append(row)
-        if result is not None:
-            write_whole(result, json.dumps(record, indent=1) + "\n")
-    return good
+        yield row
+
+
+def measure_apart(name: str, device: torch.device, seconds: float, lock: Path, limit: float) -> list[dict[str, Any]]:
+    """The same in a process of its own: rows that it has printed before it broke or ran into the limit, and how."""
+    words = [f"drafts={name}", f"device={device}", f"seconds={seconds}", f"lock={lock}"]
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as errors:
+        try:
+            command = [sys.executable, __file__, *words]
+            status = subprocess.run(command, stdout=out, stderr=errors, timeout=limit, check=False).returncode
+        except subprocess.TimeoutExpired:
+            status = f"cut after {limit:g} s"
+        out.seek(0)
+        errors.seek(0)
+        rows = [json.loads(line) for line in out if line.startswith("{")]
+        if status and all(row["good"] for row in rows):
+            rows.append({"draft": name, "case": "", "good": False, "error": f"exit status {status}"})
+        if status:
+            print(f"{name}: {errors.read()[-6000:]}", file=sys.stderr, flush=True)
+    return rows
+
+
+def show(row: dict[str, Any]) -> None:
+    times = "  ".join(f"{form} {us:.2f}" for form, us in row.get("us", {}).items())
+    word = "" if row["good"] else f"  WRONG {row.get('error', '')}"
+    print(f"{row['draft']}: {row['case']}: us {times}  off {row.get('off')}{word}", flush=True)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -129,20 +164,32 @@ def main(argv: Sequence[str] | None = None) -> int:
             for name in own["with"].split(","):
                 load(name).install()
             return bench.main([word for word in words if not word.startswith("with=")])
-        own, rest = own_words(words, OWN_KEYS)
+        own, rest = own_words(words, (*OWN_KEYS, "lock"))
         if rest or "drafts" not in own:
             raise ValueError(f"{rest[0] if rest else 'drafts='} is unknown or missing; keys: {', '.join(OWN_KEYS)}.")
         wanted = names() if own["drafts"] == "all" else own["drafts"].split(",")
-        modules = [load(name) for name in wanted]
-        assert len(modules) == len(wanted)
+        if unknown := set(wanted) - set(names()):
+            raise ValueError(f"draft {min(unknown)} is unknown; there are {', '.join(names()) or 'none'}.")
         device, seconds = resolve_device(own.get("device", "auto")), float(own.get("seconds", "0.3"))
+        jobs, limit = int(own.get("jobs", "4")), float(own.get("limit", "120"))
     except ValueError as error:
         return refuse(error)
-    command = " ".join(["python benchmarks/trial.py", *words])
-    record = machine_record(device, command, None) | {"cases": []}
-    result = Path(own["result"]) if "result" in own else None
-    good = [measure(name, device, seconds, record, result) for name in wanted]
-    return 0 if all(good) else 1
+    if "lock" in own:  # one of measure_apart's
+        rows = []
+        for row in itertools.chain.from_iterable(measure(name, device, seconds, Path(own["lock"])) for name in wanted):
+            print(json.dumps(row), flush=True)
+            rows.append(row)
+        return 0 if all(row["good"] for row in rows) else 1
+    record = machine_record(device, " ".join(["python benchmarks/trial.py", *words]), None) | {"cases": []}
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(jobs) as pool:
+        given = (device, seconds, Path(folder) / "lock", limit)
+        for ended in as_completed([pool.submit(measure_apart, name, *given) for name in wanted]):
+            record["cases"] += ended.result()
+            for row in ended.result():
+                show(row)
+            if "result" in own:
+                write_whole(Path(own["result"]), json.dumps(record, indent=1) + "\n")
+    return 0 if all(row["good"] for row in record["cases"]) else 1
 
 
 if __name__ == "__main__":
