@@ -1,9 +1,9 @@
 """The choice of experts in the launch of experts_few.py: every program makes it for itself, a row in each warp. No
 launcher.
 
-Knows parts of logits, rules and slots; asks for no weights. `choose_experts` in routing.py is the definition: the same
-parts in the same order, the same sums, ties and roundings. A row lies in the lanes of one warp, so that the best of it
-is one instruction away.
+Knows parts of logits, rules and slots; asks for no weights. `choose_experts` in expert_choice.py is the definition: the
+same parts in the same order, the same sums, ties and roundings. A row lies in the lanes of one warp, so that the best
+of it is one instruction away.
 
 Those who multiply choose, for they have nothing to multiply yet. They hand over two things in shared memory: the first
 row's keys at once, from which the warp that asks for weights finds the slot of its first piece by itself; and, when it

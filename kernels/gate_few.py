@@ -27,9 +27,10 @@ from torch import Tensor
 from kernels.checks import cdiv, next_power_of_2, uses_triton
 from kernels.dependent_launch import dependent_launch, wait_for_inputs
 from kernels.gate import PART, check_operands, gate, gate_reference, load_w, load_x
+from kernels.gate_few_decide import decide
 from kernels.pack import NUM_COUNTERS, Packed, check_num_slots, clear_counters, pack, pack_reference
 from kernels.rmsnorm import Norm, add_residual, check_residual, norm_tile, rms_apply, rms_scale, rmsnorm_residual
-from kernels.routing import Routing, RoutingRule, choose_experts, expert_places, tile_options
+from kernels.routing import Routing, RoutingRule, tile_options
 
 FEW_ROWS = 8
 """The most that one program routes."""
@@ -158,18 +159,6 @@ def _block_t(num_tokens: int, num_warps: int = 4) -> int:
 
 
 @triton.jit
-def _places(slots, BLOCK_R: tl.constexpr, BINS: tl.constexpr):
-    """(row of each choice, by slot, then in their order; first row of each slot) of slots [BLOCK_R].
-
-    Sums of tiles alone: Triton 3.6 adds up wrongly what a reshape left spread over lanes with gaps."""
-    place = tl.arange(0, BLOCK_R)
-    theirs, own = slots[None, :], slots[:, None]
-    earlier = (theirs == own) & (place[None, :] < place[:, None])
-    rows = tl.sum(((theirs < own) | earlier).to(tl.int32), axis=1)
-    return rows, tl.sum((own < tl.arange(0, BINS)[None, :]).to(tl.int32), axis=0)
-
-
-@triton.jit
 def _rows_of(scale, row, ROWS: tl.constexpr):
     """scale [ROWS, 1] for the rows of another tile, [:, 1]; zero for those beyond. One by one as scalars: else the
     tile that is multiplied takes the layout in which these lie, a whole row in each thread."""
@@ -262,38 +251,12 @@ def _gate_few_kernel(
         if tl.atomic_add(counter_ptr, 1, sem="acq_rel", scope="gpu") < tl.num_programs(0) * tl.num_programs(1) - 1:
             return
         tl.store(counter_ptr, 0)
-
-        token, choice = tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_K)[None, :]
-        in_batch = (token < num_tokens)[:, None]
-        _, expert, is_expert = expert_places(NUM_EXPERTS, NUM_GROUPS, BLOCK_G, BLOCK_S)
-        slot = tl.load(slot_of_ptr + expert, mask=is_expert, other=-1)
-        slot = tl.where((slot >= 0) & (slot < num_slots), slot, num_slots)
-        logits = tl.zeros((BLOCK_T, BLOCK_G * BLOCK_S), tl.float32)
-        for p in tl.static_range(NUM_PARTS):
-            part_ptr = parts_ptr + (p * num_tokens + token)[:, None] * NUM_EXPERTS + expert
-            # Past the L1 cache, which knows nothing of other multiprocessors' stores.
-            logits += tl.load(part_ptr, mask=in_batch & is_expert, other=0.0, cache_modifier=".cg")
-        ids, weights, slots = choose_experts(
-            logits, in_batch, bias_ptr, slot, epsilon, scale,
-            NUM_EXPERTS, TOP_K, SIGMOID, NUM_GROUPS, TOPK_GROUPS, TOP2_SUM, RENORMALIZE,
-            BLOCK_T, BLOCK_G, BLOCK_S, BLOCK_K,
+        decide(
+            parts_ptr, (bias_ptr, real_ptr, slot_of_ptr), (ids_ptr, weights_ptr),
+            (row_token_ptr, packed_row_ptr, offsets_ptr), num_tokens, num_slots, epsilon, scale,
+            NUM_PARTS, NUM_EXPERTS, TOP_K, SIGMOID, NUM_GROUPS, TOPK_GROUPS, TOP2_SUM, RENORMALIZE,
+            BLOCK_T, BLOCK_G, BLOCK_S, BLOCK_K, BINS,
         )  # fmt: skip
-        if real_ptr is not None:
-            real = tl.load(real_ptr + token, mask=token < num_tokens, other=0)[:, None] != 0
-            ids, slots = tl.where(real, ids, -1), tl.where(real, slots, num_slots)
-        wanted = in_batch & (choice < TOP_K)
-        out = token[:, None] * TOP_K + choice
-        tl.store(ids_ptr + out, ids, mask=wanted)
-        tl.store(weights_ptr + out, weights, mask=wanted)
-        # Behind the slots come choices without one, behind those the places that are no choice.
-        slots = tl.reshape(tl.where(wanted, slots, num_slots + 1), (BLOCK_T * BLOCK_K,))
-        rows, offsets = _places(slots, BLOCK_T * BLOCK_K, BINS)  # pyright: ignore
-        bins, place = tl.arange(0, BINS), tl.arange(0, BLOCK_T * BLOCK_K)
-        tl.store(offsets_ptr + bins, offsets, mask=bins <= num_slots)
-        token_of_place, here = place // BLOCK_K, slots < num_slots
-        packed_ptr = packed_row_ptr + token_of_place * TOP_K + place % BLOCK_K
-        tl.store(packed_ptr, tl.where(here, rows, -1), mask=slots <= num_slots)
-        tl.store(row_token_ptr + rows, token_of_place, mask=here)
 
 
 def gate_and_pack_triton(
