@@ -9,11 +9,12 @@ rank's number in its group (never its number in the job), the size, and the coll
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -75,16 +76,21 @@ class ExpertGroup:
     rank: int
     size: int
     process_group: dist.ProcessGroup
+    parts: list[ExpertGroup] = field(default_factory=list, repr=False)
+    """What was split off it: they end with it."""
 
     @classmethod
     def planned(cls, rank: int, size: int) -> ExpertGroup:
         """Of ranks that have not met: what can be said of a group before any of its calls."""
         group = cls.__new__(cls)
-        group.rank, group.size = rank, size
+        group.rank, group.size, group.parts = rank, size, []
         return group
 
     def drop(self) -> None:
-        """Forget the connections. With the last one who holds them they close, and calls of the others break."""
+        """Forget the connections. With the last one who holds them they close, their threads end, and calls of the
+        others break."""
+        for part in self.parts:
+            part.drop()
         if hasattr(self, "process_group"):
             del self.process_group
 
@@ -149,13 +155,21 @@ class Ranks:
     def drop(self) -> None:
         """Close the connections after a fault: whoever waits for this rank in a collective fails at once, and not only
         when this process ends. On a GPU they stay: NCCL would first wait for what has been launched."""
-        if self.device.type == "cpu" and dist.is_initialized():
-            dist.destroy_process_group()
-            self.everyone.drop()
+        if self.device.type == "cpu":
+            self._leave()
 
     def close(self) -> None:
         """Leaves the job. Other ranks may still be in a collective with this one: end a run with one that all make."""
-        dist.destroy_process_group()
+        atexit.unregister(self.drop)
+        self._leave()
+
+    def _leave(self) -> None:
+        """Ends gloo's threads, too. One of them may be the last to hold a tensor of a collective that is over; where it
+        lets go of it while Python itself ends, the process ends by SIGABRT, and torchrun calls a finished job failed.
+        """
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        self.everyone.drop()
 
 
 def split(everyone: ExpertGroup, size: int, timeout: timedelta) -> ExpertGroup:
@@ -172,7 +186,9 @@ def split(everyone: ExpertGroup, size: int, timeout: timedelta) -> ExpertGroup:
     own, rank = divmod(everyone.rank, size)
     process_group = groups[own]
     assert isinstance(process_group, dist.ProcessGroup), f"new_group gave {process_group} to one of its members"
-    return ExpertGroup(rank, size, process_group)
+    group = ExpertGroup(rank, size, process_group)
+    everyone.parts.append(group)
+    return group
 
 
 def rank_device(values: RankValues, kind: str, num_gpus: int) -> torch.device:
@@ -216,7 +232,9 @@ def bring_up(values: RankValues, device: torch.device, timeout_s: float, say: Ca
     )
     world = dist.group.WORLD
     assert world is not None, "init_process_group makes the group of all ranks"
-    return Ranks(values, device, store, timeout, ExpertGroup(values.rank, values.world_size, world), say)
+    ranks = Ranks(values, device, store, timeout, ExpertGroup(values.rank, values.world_size, world), say)
+    atexit.register(ranks.drop)  # for who ends without `close`
+    return ranks
 
 
 def meet(

@@ -256,3 +256,42 @@ def test_under_torchrun_the_store_is_the_agents(tmp_path: Path) -> None:
     assert run.returncode == 0, run.stderr
     assert "rank 0 agent True sees [0, 1]" in run.stdout and "rank 1 agent True sees [0, 1]" in run.stdout
     assert run.stdout.count("time out after 60 s") == 1
+
+
+ALONE_SCRIPT = """
+import atexit, sys, torch
+from datetime import timedelta
+from pathlib import Path
+from expert_parallel.group import RankValues, bring_up, split
+
+def gloo():
+    names = [each.read_text().strip() for each in Path("/proc/self/task").glob("*/comm")]
+    return [name for name in names if "gloo" in name]
+
+atexit.register(lambda: print("at the end", gloo(), flush=True))  # known first, so it runs last
+ranks = bring_up(RankValues(0, 1, 0, 1, "127.0.0.1", int(sys.argv[1]), False), torch.device("cpu"), 60.0)
+part = split(ranks.everyone, 1, timedelta(seconds=60))
+for group in (ranks.everyone, part):
+    group.all_gather(torch.empty(2), torch.zeros(2))
+assert gloo()
+if sys.argv[2] == "closed":
+    ranks.close()
+    print("closed", gloo(), flush=True)
+"""
+
+
+@pytest.mark.parametrize("way", ["closed", "left"])
+def test_no_thread_of_a_collective_is_left_when_python_ends(tmp_path: Path, way: str) -> None:
+    """One that let go of a tensor then ended the process by SIGABRT: "terminate called without an active exception"."""
+    script = tmp_path / "script.py"
+    script.write_text(ALONE_SCRIPT)
+    run = subprocess.run(
+        [sys.executable, str(script), str(free_port()), way],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert run.returncode == 0, run.stderr
+    assert ("closed []\n" in run.stdout) == (way == "closed")
+    assert run.stdout.endswith("at the end []\n")
