@@ -74,7 +74,7 @@ def drawn(
 def whole(layer: Layer, x_TD: Tensor, residual_TD: Tensor, serves: Callable[..., bool], run: Run) -> Call:
     """Experts chosen and multiplied by `run`, where `serves` says so; else by the router and two launches."""
     router = (layer.norm, layer.gate_ED, layer.bias_E, layer.rule, layer.slot_of_E, layer.w2_SDF.shape[0])
-    weights, shared = (layer.w13_S2FD, layer.w2_SDF), layer.shared
+    weights, shared, (norm_D, eps) = (layer.w13_S2FD, layer.w2_SDF), layer.shared, layer.norm
     counter_1 = torch.zeros(1, dtype=torch.int32, device=x_TD.device)
     all_rows_2 = torch.tensor([0, 1], dtype=torch.int32, device=x_TD.device)
 
@@ -83,8 +83,8 @@ def whole(layer: Layer, x_TD: Tensor, residual_TD: Tensor, serves: Callable[...,
         assert isinstance(routed.packed, Undecided)
         few = run(routed.y_TD, *weights, routed.packed, shared)
         row_TK = routed.packed.packed.packed_row_TK
-        given = (few.y_RD, row_TK, routed.routing.weights_TK, routed.new_residual_TD, *layer.norm, few.shared_TD)
-        return combine_norm(*given, in_order=True)
+        chosen = (few.y_RD, row_TK, routed.routing.weights_TK)
+        return combine_norm(*chosen, routed.new_residual_TD, norm_D, eps, few.shared_TD, in_order=True)
 
     def two_launches() -> tuple[Tensor, Tensor]:
         rows_TD, new_residual_TD, routing, packed = norm_gate_and_pack(x_TD, residual_TD, *router, counter_1=counter_1)
@@ -96,8 +96,7 @@ def whole(layer: Layer, x_TD: Tensor, residual_TD: Tensor, serves: Callable[...,
         if shared is not None:
             shared_h_TF = grouped_gemm_swiglu(rows_TD, shared.gate_up_2FD[None], all_rows_2, num_rows=1)
             shared_TD = linear(shared_h_TF, shared.down_DF)
-        given = (y_RD, packed.packed_row_TK, routing.weights_TK, new_residual_TD, *layer.norm, shared_TD)
-        return combine_norm(*given)
+        return combine_norm(y_RD, packed.packed_row_TK, routing.weights_TK, new_residual_TD, norm_D, eps, shared_TD)
 
     there = serves(x_TD, *weights, layer.gate_ED.shape[0], layer.rule)
     return chosen_there if there else two_launches

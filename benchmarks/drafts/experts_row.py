@@ -280,7 +280,7 @@ SHAPES: dict[str, tuple[int, int, int, int, RoutingRule, bool, float, dict[str, 
 
 
 def cases(device: torch.device) -> Iterator[Case]:
-    """Whole: router with norm, experts, weighted sum with norm, one row each time, whose experts are others each time."""
+    """Whole: router with norm, experts, weighted sum with norm; one row, whose experts are others each time."""
     on_gpu = device.type == "cuda"
     for seed, (name, (num_experts, width, hidden, shared, rule, with_bias, apart, runs)) in enumerate(SHAPES.items()):
         if not on_gpu:
