@@ -25,10 +25,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from kernels.barriers import barriers
 from kernels.checks import cdiv
-from kernels.dependent_launch import dependent_launch
+from kernels.dependent_launch import dependent_launch, wait_for_inputs
 from kernels.prefill_order import PIECE_ROWS, heads_of_piece
 from kernels.prefill_pieces import copy_keys_and_values, fetch_queries, prefill_piece, zero_values
 from kernels.prefill_weights import mask_scores, store_rows, weigh
@@ -90,35 +90,25 @@ def _scores(query_chunks, key_chunks, buffer, stage, S: gl.constexpr, COUNT: gl.
 @gluon.jit
 def _attend(
     q_ptr,
-    query_starts_ptr,
-    query_offsets_ptr,
-    kv_lens_ptr,
-    kv_starts_ptr,
-    pieces_ptr,
-    out_ptr,
-    lse_ptr,
+    batch,
+    results,
     scale_log2,
-    num_pieces,
-    num_sequences,
-    head_tiles,
+    counts,
     num_heads,
-    stride_qt,
-    stride_qh,
+    strides,
     query_chunks,
     key_chunks,
     values,
     value_chunks,
-    full_keys,
-    full_values,
-    empty_keys,
-    empty_values,
+    stages,
     HALF: gl.constexpr,
     PACK: gl.constexpr,
     WINDOW: gl.constexpr,
     WIDTH: gl.constexpr,
     BUFFERS: gl.constexpr,
 ):
-    """64 rows of each piece, HALF 0 or 1. With two BUFFERS the next piece's queries come during this one."""
+    """64 rows of each piece, HALF 0 or 1. With two BUFFERS the next piece's queries come during this one. `results` is
+    (out_ptr, lse_ptr); `batch`, `counts`, `stages` and q's `strides` are those of prefill_pieces.py."""
     BLOCK_N: gl.constexpr = key_chunks.shape[1]
     VALUE_WIDTH: gl.constexpr = values.shape[2]
     COUNT: gl.constexpr = WIDTH // 64
@@ -129,41 +119,37 @@ def _attend(
     SUM_ROW: gl.constexpr = gl.SliceLayout(1, SUM)
     m = HALF * 64 + gl.arange(0, 64, ROW)
     n = gl.arange(0, BLOCK_N, gl.SliceLayout(0, S))
+    full_keys, full_values, empty_keys, empty_values = stages
     scale = gl.full([64, BLOCK_N], scale_log2, gl.float32, S)
     tiles = 0
     pieces = 0
     if BUFFERS == 2:
         _, head0, first_row, query_len, in_chunk, _, _, _, _, _, _ = prefill_piece(
-            gl.program_id(0), query_starts_ptr, query_offsets_ptr, kv_lens_ptr, kv_starts_ptr, pieces_ptr, num_pieces,
-            num_sequences, head_tiles, PACK, WINDOW, BLOCK_N,
-        )  # fmt: skip
+            gl.program_id(0), batch, counts, PACK, WINDOW, BLOCK_N
+        )
         fetch_queries(
-            q_ptr, query_chunks, HALF * COUNT, first_row, query_len, in_chunk, head0, stride_qt, stride_qh, HALF, PACK,
-            COUNT,
-        )  # fmt: skip
-    for piece in range(gl.program_id(0), num_pieces, gl.num_programs(0)):
+            q_ptr, query_chunks, HALF * COUNT, first_row, query_len, in_chunk, head0, strides, HALF, PACK, COUNT
+        )
+    for piece in range(gl.program_id(0), counts[0], gl.num_programs(0)):
         _, head0, first_row, query_len, in_chunk, query0, _, first, kv_end, begin, end = prefill_piece(
-            piece, query_starts_ptr, query_offsets_ptr, kv_lens_ptr, kv_starts_ptr, pieces_ptr, num_pieces,
-            num_sequences, head_tiles, PACK, WINDOW, BLOCK_N,
-        )  # fmt: skip
+            piece, batch, counts, PACK, WINDOW, BLOCK_N
+        )
         buffer = pieces % BUFFERS * 2 * COUNT + HALF * COUNT
         if BUFFERS == 1:
             fetch_queries(
-                q_ptr, query_chunks, buffer, first_row, query_len, in_chunk, head0, stride_qt, stride_qh, HALF, PACK,
-                COUNT,
-            )  # fmt: skip
+                q_ptr, query_chunks, buffer, first_row, query_len, in_chunk, head0, strides, HALF, PACK, COUNT
+            )
         async_copy.wait_group(0)
         fence_async_shared()
         pieces += 1  # noqa: SIM113 - the kernel language knows no enumerate
         if BUFFERS == 2:
-            next_piece = gl.minimum(piece + gl.num_programs(0), num_pieces - 1)
+            next_piece = gl.minimum(piece + gl.num_programs(0), counts[0] - 1)
             _, next_head0, next_row, next_len, next_in_chunk, _, _, _, _, _, _ = prefill_piece(
-                next_piece, query_starts_ptr, query_offsets_ptr, kv_lens_ptr, kv_starts_ptr, pieces_ptr, num_pieces,
-                num_sequences, head_tiles, PACK, WINDOW, BLOCK_N,
-            )  # fmt: skip
+                next_piece, batch, counts, PACK, WINDOW, BLOCK_N
+            )
             fetch_queries(
                 q_ptr, query_chunks, pieces % 2 * 2 * COUNT + HALF * COUNT, next_row, next_len, next_in_chunk,
-                next_head0, stride_qt, stride_qh, HALF, PACK, COUNT,
+                next_head0, strides, HALF, PACK, COUNT,
             )  # fmt: skip
         query = query0 + m // PACK
         first_query, last_query = query0 + HALF * 64 // PACK, query0 + (HALF * 64 + 63) // PACK
@@ -208,7 +194,7 @@ def _attend(
             mbarrier.arrive(empty_values.index(stage))
             tiles += 1
         store_rows(
-            out_ptr, lse_ptr, out, maximum, total, first_row, query_len, in_chunk, m, head0, num_heads, SUM,
+            *results, out, maximum, total, first_row, query_len, in_chunk, m, head0, num_heads, SUM,
             VALUE_WIDTH, HALF, PACK,
         )  # fmt: skip
     async_copy.wait_group(0)
@@ -251,9 +237,7 @@ def _prefill_kernel(
     BUFFERS: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    wait_for_inputs(PDL)
     head_tiles = num_heads // PACK
     dtype: gl.constexpr = q_ptr.dtype.element_ty
     K: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
@@ -261,37 +245,24 @@ def _prefill_kernel(
     key_chunks = gl.allocate_shared_memory(dtype, [2 * WIDTH // 64, BLOCK_N, 64], K)
     values = gl.allocate_shared_memory(dtype, [2, BLOCK_N, VALUE_WIDTH], K)
     value_chunks = values._reinterpret(dtype, [2 * VALUE_WIDTH // 64, BLOCK_N, 64], K)
-    BAR: gl.constexpr = mbarrier.MBarrierLayout()
-    full_keys = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
-    full_values = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
-    empty_keys = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
-    empty_values = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
-    for i in gl.static_range(2):
-        mbarrier.init(full_keys.index(i), count=1)
-        mbarrier.init(full_values.index(i), count=1)
-        mbarrier.init(empty_keys.index(i), count=2)
-        mbarrier.init(empty_values.index(i), count=2)
+    stages = barriers(2, (1, 1, 2, 2))
+    batch = (query_starts_ptr, query_offsets_ptr, kv_lens_ptr, kv_starts_ptr, pieces_ptr)
+    counts = (num_pieces, num_sequences, head_tiles)
     fence_async_shared()
     # fmt: off
     gl.warp_specialize(
         [
             (_attend, (
-                q_ptr, query_starts_ptr, query_offsets_ptr, kv_lens_ptr, kv_starts_ptr, pieces_ptr, out_ptr, lse_ptr,
-                scale_log2, num_pieces, num_sequences, head_tiles, num_heads, stride_qt, stride_qh, query_chunks,
-                key_chunks, values, value_chunks, full_keys, full_values, empty_keys, empty_values, 0, PACK, WINDOW,
-                WIDTH, BUFFERS,
+                q_ptr, batch, (out_ptr, lse_ptr), scale_log2, counts, num_heads, (stride_qt, stride_qh), query_chunks,
+                key_chunks, values, value_chunks, stages, 0, PACK, WINDOW, WIDTH, BUFFERS,
             )),
             (_attend, (
-                q_ptr, query_starts_ptr, query_offsets_ptr, kv_lens_ptr, kv_starts_ptr, pieces_ptr, out_ptr, lse_ptr,
-                scale_log2, num_pieces, num_sequences, head_tiles, num_heads, stride_qt, stride_qh, query_chunks,
-                key_chunks, values, value_chunks, full_keys, full_values, empty_keys, empty_values, 1, PACK, WINDOW,
-                WIDTH, BUFFERS,
+                q_ptr, batch, (out_ptr, lse_ptr), scale_log2, counts, num_heads, (stride_qt, stride_qh), query_chunks,
+                key_chunks, values, value_chunks, stages, 1, PACK, WINDOW, WIDTH, BUFFERS,
             )),
             (copy_keys_and_values, (
-                k_desc, v_desc, rest_desc, tables_ptr, query_starts_ptr, query_offsets_ptr, kv_lens_ptr, kv_starts_ptr,
-                pieces_ptr, num_pieces, num_sequences, head_tiles, k_ratio, v_ratio, rest_ratio, stride_kg, stride_vg,
-                stride_tb, key_chunks, value_chunks, full_keys, full_values, empty_keys, empty_values, GROUP, PACK,
-                PAGE, WINDOW, REST,
+                (k_desc, v_desc, rest_desc), tables_ptr, batch, counts, (k_ratio, v_ratio, rest_ratio),
+                (stride_kg, stride_vg, stride_tb), key_chunks, value_chunks, stages, GROUP, PACK, PAGE, WINDOW, REST,
             )),
         ],
         [4, 1],

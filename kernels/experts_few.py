@@ -35,6 +35,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from kernels.barriers import barriers
 from kernels.checks import next_power_of_2
 from kernels.combine import UNROLLED
 from kernels.dependent_launch import dependent_launch
@@ -143,14 +144,8 @@ def experts_few_kernel(
     hs = gl.allocate_shared_memory(dtype, [GROUPS, 8, BLOCK_F], SWIZZLED)
     swaps = gl.allocate_shared_memory(gl.float32, [GROUPS, 64, 8], PLAIN)
     notes = gl.allocate_shared_memory(gl.int32, [PLACES, 32], gl.SwizzledSharedLayout(1, 1, 1, order=[0]))
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    noted = gl.allocate_shared_memory(gl.int64, [PLACES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=1)
-    for i in gl.static_range(PLACES):
-        mbarrier.init(noted.index(i), count=1)
+    full, empty = barriers(STAGES, (1, 1))
+    (noted,) = barriers(PLACES, (1,))
     undecided, handed = None, None
     if CHOICE is not None:
         keys = gl.allocate_shared_memory(gl.int32, [WARPS, CHOICE[5]], PLAIN)

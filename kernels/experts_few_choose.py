@@ -18,7 +18,8 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from kernels.dependent_launch import wait_for_inputs
 
 WARPS = gl.constexpr(4)
 """That choose, and so the most rows. Two groups of them for eight, us a layer of qwen3: 155.6, where the router's own
@@ -112,9 +113,7 @@ def choose(undecided, handed, num_slots, CHOICE: gl.constexpr, PDL: gl.constexpr
     real = in_batch
     if real_ptr is not None:
         real = gl.load(real_ptr + token + expert * 0, mask=in_batch, other=0) != 0
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    wait_for_inputs(PDL)
     logits = gl.zeros([WARPS, BLOCK_E], gl.float32, TILE)
     for _ in gl.static_range(NUM_PARTS):
         # Past the L1 cache, which knows nothing of other multiprocessors' stores.

@@ -21,8 +21,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from kernels.dependent_launch import wait_for_inputs
 from kernels.experts_few_choose import choose
 from kernels.experts_few_feed import BOXES, COLUMNS, GROUPS, SHARED
 
@@ -157,9 +157,7 @@ def multiply(
     notes, noted = board
     if CHOICE is not None and GROUP == 0:
         choose(undecided, handed, sizes[0], CHOICE, PDL)
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    wait_for_inputs(PDL)
     m = gl.arange(0, 8, gl.SliceLayout(1, COPY))
     # Each group copies all rows: so it waits for none but its own threads.
     _copy_rows(x_ptr, stride_x8, m, m < num_tokens, num_columns, xs)

@@ -30,7 +30,7 @@ from kernels.gate import PART, check_operands, gate, gate_reference, load_w, loa
 from kernels.gate_few_decide import decide
 from kernels.pack import NUM_COUNTERS, Packed, check_num_slots, clear_counters, pack, pack_reference
 from kernels.rmsnorm import Norm, add_residual, check_residual, norm_tile, rms_apply, rms_scale, rmsnorm_residual
-from kernels.routing import Routing, RoutingRule, tile_options
+from kernels.routing import Routing, RoutingRule, choice_of
 
 FEW_ROWS = 8
 """The most that one program routes."""
@@ -154,8 +154,8 @@ def _block_t(num_tokens: int, num_warps: int = 4) -> int:
 #   residual_ptr [T, K], rows strided, or None: rows are those of y = norm(x + residual), with norm_ptr [K], and y_ptr,
 #   sum_ptr (the new residual) [T, K] take them
 #   grid (cdiv(E, BLOCK_N), P): a program owns a tile of [T, E] and one part; the last to end routes and packs, T <=
-#   BLOCK_T; without counter_ptr nobody does. fp32 accumulation; rows, experts and columns beyond the last are read as
-#   zero.
+#   block_t of CHOICE (expert_choice.py); without counter_ptr nobody does. fp32 accumulation; rows, experts and columns
+#   beyond the last are read as zero.
 
 
 @triton.jit
@@ -199,17 +199,7 @@ def _gate_few_kernel(
     epsilon,
     scale,
     NUM_PARTS: tl.constexpr,
-    NUM_EXPERTS: tl.constexpr,
-    TOP_K: tl.constexpr,
-    SIGMOID: tl.constexpr,
-    NUM_GROUPS: tl.constexpr,
-    TOPK_GROUPS: tl.constexpr,
-    TOP2_SUM: tl.constexpr,
-    RENORMALIZE: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_G: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    CHOICE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BINS: tl.constexpr,
     PART: tl.constexpr,
@@ -220,7 +210,7 @@ def _gate_few_kernel(
     row, column = tl.arange(0, _ROWS), tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     first = tl.program_id(1) * PART
     # Weights are no work of this step: they are asked for while the kernels before this one still run.
-    w = load_w(w_ptr, column, first, NUM_EXPERTS, width, stride_w, PART)  # pyright: ignore
+    w = load_w(w_ptr, column, first, CHOICE.num_experts, width, stride_w, PART)  # pyright: ignore
     if residual_ptr is not None:
         # So are the residual, which is older than the launch before, and the norm's weight.
         token_of_row, d = tl.arange(0, NORM_ROWS)[:, None], tl.arange(0, NORM_COLUMNS)[None, :]
@@ -243,20 +233,17 @@ def _gate_few_kernel(
             tl.store(y_ptr + token_of_row * width + d, rms_apply(whole, root, norm), mask=used)
         x = rms_apply(add_residual(x, part_residual), _rows_of(root, row, NORM_ROWS), part_norm)  # pyright: ignore
     part = tl.dot(x, w, tl.zeros((_ROWS, BLOCK_N), tl.float32), input_precision="ieee")
-    part_ptr = parts_ptr + (tl.program_id(1) * num_tokens + row)[:, None] * NUM_EXPERTS + column[None, :]
-    tl.store(part_ptr, part, mask=(row < num_tokens)[:, None] & (column < NUM_EXPERTS)[None, :])
+    part_ptr = parts_ptr + (tl.program_id(1) * num_tokens + row)[:, None] * CHOICE.num_experts + column[None, :]
+    tl.store(part_ptr, part, mask=(row < num_tokens)[:, None] & (column < CHOICE.num_experts)[None, :])
     if counter_ptr is not None:
         # All threads have written when the program counts itself; who comes last sees what the others wrote before.
         tl.debug_barrier()
         if tl.atomic_add(counter_ptr, 1, sem="acq_rel", scope="gpu") < tl.num_programs(0) * tl.num_programs(1) - 1:
             return
         tl.store(counter_ptr, 0)
-        decide(
-            parts_ptr, (bias_ptr, real_ptr, slot_of_ptr), (ids_ptr, weights_ptr),
-            (row_token_ptr, packed_row_ptr, offsets_ptr), num_tokens, num_slots, epsilon, scale,
-            NUM_PARTS, NUM_EXPERTS, TOP_K, SIGMOID, NUM_GROUPS, TOPK_GROUPS, TOP2_SUM, RENORMALIZE,
-            BLOCK_T, BLOCK_G, BLOCK_S, BLOCK_K, BINS,
-        )  # fmt: skip
+        given, packed = (bias_ptr, real_ptr, slot_of_ptr), (row_token_ptr, packed_row_ptr, offsets_ptr)
+        routing, numbers = (ids_ptr, weights_ptr), (num_tokens, num_slots, epsilon, scale)
+        decide(parts_ptr, given, routing, packed, numbers, NUM_PARTS, BINS, CHOICE)
 
 
 def gate_and_pack_triton(
@@ -353,7 +340,7 @@ def _launch(
     y_TD, new_residual_TD, num_warps = x_TD, x_TD, 4
     if norm is not None:
         y_TD, new_residual_TD, num_warps = *x_TD.new_empty(2, *x_TD.shape), norm_tile(width)[2]
-    options = tile_options(rule, num_experts) | {"BLOCK_T": _block_t(num_tokens, num_warps)}
+    choice = choice_of(rule, num_experts)._replace(block_t=_block_t(num_tokens, num_warps))
     block_n = max(16, min(32, next_power_of_2(num_experts)))
     _gate_few_kernel[(cdiv(num_experts, block_n), num_parts)](
         x_TD,
@@ -379,7 +366,7 @@ def _launch(
         float(rule.epsilon),
         float(rule.scale),
         NUM_PARTS=num_parts,
-        **options,
+        CHOICE=choice,
         BLOCK_N=block_n,
         BINS=next_power_of_2(num_slots + 1),
         PART=PART,

@@ -4,6 +4,8 @@ Knows parts, the rule and where experts live; knows neither rows nor gate weight
 experts chosen as in routing.py and places given as in pack.py. Pointers, shapes and padding are gate_few.py's.
 """
 
+# pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
+
 from __future__ import annotations
 
 import triton
@@ -26,48 +28,28 @@ def _places(slots, BLOCK_R: tl.constexpr, BINS: tl.constexpr):
 
 @triton.jit
 def decide(
-    parts_ptr,
-    given,
-    routing,
-    packed,
-    num_tokens,
-    num_slots,
-    epsilon,
-    scale,
-    NUM_PARTS: tl.constexpr,
-    NUM_EXPERTS: tl.constexpr,
-    TOP_K: tl.constexpr,
-    SIGMOID: tl.constexpr,
-    NUM_GROUPS: tl.constexpr,
-    TOPK_GROUPS: tl.constexpr,
-    TOP2_SUM: tl.constexpr,
-    RENORMALIZE: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_G: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BINS: tl.constexpr,
+    parts_ptr, given, routing, packed, numbers, NUM_PARTS: tl.constexpr, BINS: tl.constexpr, CHOICE: tl.constexpr
 ):
     """given: (bias_ptr, real_ptr, slot_of_ptr); routing: (ids_ptr, weights_ptr); packed: (row_token_ptr,
-    packed_row_ptr, offsets_ptr)."""
+    packed_row_ptr, offsets_ptr); numbers: (num_tokens, num_slots, epsilon, scale)."""
+    BLOCK_T: tl.constexpr = CHOICE.block_t
+    BLOCK_K: tl.constexpr = CHOICE.block_k
+    TOP_K: tl.constexpr = CHOICE.top_k
+    num_tokens, num_slots, epsilon, scale = numbers
     bias_ptr, real_ptr, slot_of_ptr = given
     ids_ptr, weights_ptr = routing
     row_token_ptr, packed_row_ptr, offsets_ptr = packed
     token, choice = tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_K)[None, :]
     in_batch = (token < num_tokens)[:, None]
-    _, expert, is_expert = expert_places(NUM_EXPERTS, NUM_GROUPS, BLOCK_G, BLOCK_S)
+    _, expert, is_expert = expert_places(CHOICE)
     slot = tl.load(slot_of_ptr + expert, mask=is_expert, other=-1)
     slot = tl.where((slot >= 0) & (slot < num_slots), slot, num_slots)
-    logits = tl.zeros((BLOCK_T, BLOCK_G * BLOCK_S), tl.float32)
+    logits = tl.zeros((BLOCK_T, CHOICE.block_g * CHOICE.block_s), tl.float32)
     for p in tl.static_range(NUM_PARTS):
-        part_ptr = parts_ptr + (p * num_tokens + token)[:, None] * NUM_EXPERTS + expert
+        part_ptr = parts_ptr + (p * num_tokens + token)[:, None] * CHOICE.num_experts + expert
         # Past the L1 cache, which knows nothing of other multiprocessors' stores.
         logits += tl.load(part_ptr, mask=in_batch & is_expert, other=0.0, cache_modifier=".cg")
-    ids, weights, slots = choose_experts(
-        logits, in_batch, bias_ptr, slot, epsilon, scale,
-        NUM_EXPERTS, TOP_K, SIGMOID, NUM_GROUPS, TOPK_GROUPS, TOP2_SUM, RENORMALIZE,
-        BLOCK_T, BLOCK_G, BLOCK_S, BLOCK_K,
-    )  # fmt: skip
+    ids, weights, slots = choose_experts(logits, in_batch, bias_ptr, slot, epsilon, scale, CHOICE)
     if real_ptr is not None:
         real = tl.load(real_ptr + token, mask=token < num_tokens, other=0)[:, None] != 0
         ids, slots = tl.where(real, ids, -1), tl.where(real, slots, num_slots)

@@ -21,7 +21,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
+from kernels.barriers import barriers
 from kernels.checks import cdiv
+from kernels.dependent_launch import wait_for_inputs
 from kernels.grouped_gemm_specialized import descriptor, launch_options, write_rows
 from kernels.quantize import GROUP, Quantized, QuantizedBlocks
 from kernels.row_tiles import slot_range, slot_step
@@ -184,27 +186,15 @@ def _fp8_resident_kernel(
     X_STAGES: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    if PDL:
-        gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
-        gl.inline_asm_elementwise(
-            "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
-        )
+    wait_for_inputs(PDL)
     TILE: gl.constexpr = (SLOT_STEP, W_STAGES, X_STAGES)
     dtype: gl.constexpr = w_desc.dtype
     X: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 128], dtype)
     W: gl.constexpr = gl.NVMMASharedLayout.get_default_for([128, 128], dtype)
     xs = gl.allocate_shared_memory(dtype, [3 * X_STAGES, 64, 128], X)
     ws = gl.allocate_shared_memory(dtype, [W_STAGES, 128, 128], W)
-    x_full = gl.allocate_shared_memory(gl.int64, [3 * X_STAGES, 1], mbarrier.MBarrierLayout())
-    x_empty = gl.allocate_shared_memory(gl.int64, [3 * X_STAGES, 1], mbarrier.MBarrierLayout())
-    w_full = gl.allocate_shared_memory(gl.int64, [W_STAGES, 1], mbarrier.MBarrierLayout())
-    w_empty = gl.allocate_shared_memory(gl.int64, [W_STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(3 * X_STAGES):
-        mbarrier.init(x_full.index(i), count=1)
-        mbarrier.init(x_empty.index(i), count=1)
-    for i in gl.static_range(W_STAGES):
-        mbarrier.init(w_full.index(i), count=1)
-        mbarrier.init(w_empty.index(i), count=3)
+    x_full, x_empty = barriers(3 * X_STAGES, (1, 1))
+    w_full, w_empty = barriers(W_STAGES, (1, 3))
     buffers = (xs, ws, x_full, x_empty, w_full, w_empty)
     rows = (offsets_ptr, num_slots)
     out = (y_ptr, stride_y, num_columns)

@@ -14,13 +14,16 @@ Same sums, in the same order, as the other kernels: the bits are the same.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
+from kernels.barriers import barriers
 from kernels.checks import cdiv
+from kernels.dependent_launch import wait_for_inputs
 from kernels.grouped_gemm_specialized import advance, descriptor, launch_options, write_rows
 from kernels.quantize import GROUP, Quantized, QuantizedBlocks
 from kernels.row_tiles import even_tile, most_row_tiles, slot_step
@@ -39,27 +42,38 @@ class SpecializedTile:
         return 64 * self.num_groups
 
 
+class Fp8ProductTile(NamedTuple):
+    """What a product is compiled for: parts of the weights, groups that multiply, how tiles take turns, and how slots
+    are said."""
+
+    parts: int
+    groups: int
+    group_m: int
+    slot_step: int
+    stages: int
+
+
 # Of the tuples below: `rows` is (offsets_ptr, num_slots), `out` (y_ptr, its stride, its columns), `scales`
-# (x_scale_ptr, w_scale_ptr, rows of x), `buffers` (x's stages, w's, full, empty), TILE (GROUPS, PARTS, GROUP_M,
-# SLOT_STEP, STAGES): groups that multiply, parts of the weights.
+# (x_scale_ptr, w_scale_ptr, rows of x), `buffers` (x's stages, w's, full, empty).
 
 
 @gluon.jit
 def _produce(x_desc, w_desc, rows, num_columns, width, buffers, TILE: gl.constexpr):
     """Fills the stages, of x only for groups that have rows of the slot."""
-    GROUPS: gl.constexpr = TILE[0]
-    PARTS: gl.constexpr = TILE[1]
+    GROUPS: gl.constexpr = TILE.groups
+    PARTS: gl.constexpr = TILE.parts
     BLOCK_N: gl.constexpr = 128 // PARTS
     BLOCK_M: gl.constexpr = 64 * GROUPS
-    STAGES: gl.constexpr = TILE[4]
+    SLOT_STEP: gl.constexpr = TILE.slot_step
+    STAGES: gl.constexpr = TILE.stages
     offsets_ptr, num_slots = rows
     xs, ws, full, empty = buffers
     tiles_n = (num_columns + BLOCK_N - 1) // BLOCK_N
     program = gl.program_id(0)
     step = program * 0
-    slot, passed, start, end = advance(offsets_ptr, step, step, program, num_slots, tiles_n, TILE[3], BLOCK_M)
+    slot, passed, start, end = advance(offsets_ptr, step, step, program, num_slots, tiles_n, SLOT_STEP, BLOCK_M)
     while slot < num_slots:
-        first_row, used, tile_n = even_tile(program - passed, slot, end - start, tiles_n, GROUPS, TILE[2])
+        first_row, used, tile_n = even_tile(program - passed, slot, end - start, tiles_n, GROUPS, TILE.group_m)
         first_row += start
         w_row = slot * PARTS * num_columns + tile_n * BLOCK_N
         for first in range(0, width, 128):
@@ -79,15 +93,15 @@ def _produce(x_desc, w_desc, rows, num_columns, width, buffers, TILE: gl.constex
                 tma.async_copy_global_to_shared(x_desc, [first_row + 64 * i, first], ready, x, pred=i < used)
             step += 1
         program += gl.num_programs(0)
-        slot, passed, start, end = advance(offsets_ptr, slot, passed, program, num_slots, tiles_n, TILE[3], BLOCK_M)
+        slot, passed, start, end = advance(offsets_ptr, slot, passed, program, num_slots, tiles_n, SLOT_STEP, BLOCK_M)
 
 
 @gluon.jit
 def _tile(place, out, scales, width, buffers, step, TILE: gl.constexpr, GROUP: gl.constexpr):
     """Multiply and write a group's rows of a tile; returns the next step. `place` is (first row, end, column, slot)."""
-    GROUPS: gl.constexpr = TILE[0]
-    PARTS: gl.constexpr = TILE[1]
-    STAGES: gl.constexpr = TILE[4]
+    GROUPS: gl.constexpr = TILE.groups
+    PARTS: gl.constexpr = TILE.parts
+    STAGES: gl.constexpr = TILE.stages
     TENSOR: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 32])
     xs, ws, full, empty = buffers
     x_scale_ptr, w_scale_ptr, num_x_rows = scales
@@ -133,17 +147,18 @@ def _tile(place, out, scales, width, buffers, step, TILE: gl.constexpr, GROUP: g
 @gluon.jit
 def _consume(rows, out, scales, width, buffers, TILE: gl.constexpr, GROUP: gl.constexpr):
     """A group's rows of every tile of the program; where there are none, it only lets the stages go."""
-    BLOCK_M: gl.constexpr = 64 * TILE[0]
-    BLOCK_N: gl.constexpr = 128 // TILE[1]
-    STAGES: gl.constexpr = TILE[4]
+    BLOCK_M: gl.constexpr = 64 * TILE.groups
+    BLOCK_N: gl.constexpr = 128 // TILE.parts
+    SLOT_STEP: gl.constexpr = TILE.slot_step
+    STAGES: gl.constexpr = TILE.stages
     offsets_ptr, num_slots = rows
     full, empty = buffers[2], buffers[3]
     tiles_n = (out[2] + BLOCK_N - 1) // BLOCK_N
     program = gl.program_id(0)
     step = program * 0
-    slot, passed, start, end = advance(offsets_ptr, step, step, program, num_slots, tiles_n, TILE[3], BLOCK_M)
+    slot, passed, start, end = advance(offsets_ptr, step, step, program, num_slots, tiles_n, SLOT_STEP, BLOCK_M)
     while slot < num_slots:
-        first_row, used, tile_n = even_tile(program - passed, slot, end - start, tiles_n, TILE[0], TILE[2])
+        first_row, used, tile_n = even_tile(program - passed, slot, end - start, tiles_n, TILE.groups, TILE.group_m)
         first_row += start + GROUP * 64
         if used > GROUP:
             place = (first_row, end, tile_n * BLOCK_N, slot)
@@ -155,13 +170,13 @@ def _consume(rows, out, scales, width, buffers, TILE: gl.constexpr, GROUP: gl.co
                 mbarrier.arrive(empty.index(stage), count=1)
                 step += 1
         program += gl.num_programs(0)
-        slot, passed, start, end = advance(offsets_ptr, slot, passed, program, num_slots, tiles_n, TILE[3], BLOCK_M)
+        slot, passed, start, end = advance(offsets_ptr, slot, passed, program, num_slots, tiles_n, SLOT_STEP, BLOCK_M)
 
 
 # y[r, n] = sum over k of x[r, k] * w[slot, n, k], by steps of 128 k, each scaled; slot the one whose rows hold r
-# PARTS 2: y[r, n] = silu(that with gate row n of w) * (that with up row n), w [S, 2, N, D]
-#   x_desc e4m3 [R, D] of boxes 64 x 128; x_scale_ptr fp32 [G, R]; w_desc e4m3 [S * PARTS * N, D] of boxes
-#   128 / PARTS x 128; w_scale_ptr fp32 [S, PARTS, M, G]; offsets_ptr int32 [S+1] or [S, 2]; y_ptr [R, N]
+# TILE.parts 2: y[r, n] = silu(that with gate row n of w) * (that with up row n), w [S, 2, N, D]
+#   x_desc e4m3 [R, D] of boxes 64 x 128; x_scale_ptr fp32 [G, R]; w_desc e4m3 [S * parts * N, D] of boxes
+#   128 / parts x 128; w_scale_ptr fp32 [S, parts, M, G]; offsets_ptr int32 [S+1] or [S, 2]; y_ptr [R, N]
 #   grid (multiprocessors,) or fewer: a program owns every so-manieth tile, slot by slot, until there are no more.
 #   fp32. Rows from the slot's end on may be read, but are not written; TMA fills D and N up with zeros.
 @gluon.jit(do_not_specialize=["num_slots", "num_x_rows"])
@@ -177,29 +192,18 @@ def _fp8_specialized_kernel(
     num_slots,
     num_x_rows,
     stride_y,
-    PARTS: gl.constexpr,
-    GROUPS: gl.constexpr,
-    GROUP_M: gl.constexpr,
-    SLOT_STEP: gl.constexpr,
-    STAGES: gl.constexpr,
+    TILE: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    if PDL:
-        gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
-        gl.inline_asm_elementwise(
-            "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
-        )
-    TILE: gl.constexpr = (GROUPS, PARTS, GROUP_M, SLOT_STEP, STAGES)
+    wait_for_inputs(PDL)
+    GROUPS: gl.constexpr = TILE.groups
+    STAGES: gl.constexpr = TILE.stages
     dtype: gl.constexpr = w_desc.dtype
     X: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 128], dtype)
-    W: gl.constexpr = gl.NVMMASharedLayout.get_default_for([128 // PARTS, 128], dtype)
+    W: gl.constexpr = gl.NVMMASharedLayout.get_default_for([128 // TILE.parts, 128], dtype)
     xs = gl.allocate_shared_memory(dtype, [STAGES * GROUPS, 64, 128], X)
     ws = gl.allocate_shared_memory(dtype, [STAGES, 128, 128], W)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=GROUPS)
+    full, empty = barriers(STAGES, (1, GROUPS))
     buffers = (xs, ws, full, empty)
     rows = (offsets_ptr, num_slots)
     out = (y_ptr, stride_y, num_columns)
@@ -246,11 +250,7 @@ def launch_fp8_specialized(
         num_slots,
         x.values.shape[0],
         y_RN.stride(0),
-        PARTS=parts,
-        GROUPS=tile.num_groups,
-        GROUP_M=8,
-        SLOT_STEP=slot_step(offsets_S1),
-        STAGES=tile.num_stages,
+        TILE=Fp8ProductTile(parts, tile.num_groups, 8, slot_step(offsets_S1), tile.num_stages),
         num_warps=4,
         **launch_options(y_RN, tiles, cdiv(num_rows, num_slots)),
     )

@@ -15,6 +15,8 @@ are the same.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 from triton.experimental import gluon
@@ -28,7 +30,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from kernels.barriers import barriers
 from kernels.checks import cdiv
+from kernels.dependent_launch import wait_for_inputs
 from kernels.grouped_gemm_specialized import advance, descriptor, launch_options
 from kernels.quantize import GROUP, TINIEST, Quantized, QuantizedBlocks, empty_quantized
 from kernels.row_tiles import even_tile, most_row_tiles, slot_step
@@ -45,24 +49,36 @@ Measured on an H200, whole layers, us, without / 200 / 300 / 450 cycles: qwen3 4
 the compiler then moves sums behind the next product, and spills.
 """
 
+
+class SwigluTile(NamedTuple):
+    """What the product is compiled for: how tiles take turns, how slots are said, and what quantize.py does."""
+
+    h_dtype: gl.dtype
+    tiniest: float
+    group_m: int
+    slot_step: int
+    stages: int
+    lag: int
+
+
 # Of the tuples below: `rows` is (offsets_ptr, num_slots, index_ptr), `out` (q_ptr, scale_ptr, columns, rows), `scales`
-# (x_scale_ptr, w_scale_ptr, rows of x), `buffers` (x's stages, w's, full, empty), TILE (GROUP_M, SLOT_STEP, STAGES,
-# H_DTYPE, TINIEST, LAG).
+# (x_scale_ptr, w_scale_ptr, rows of x), `buffers` (x's stages, w's, full, empty).
 
 
 @gluon.jit
 def _produce(x, w_desc, rows, num_columns, width, buffers, TILE: gl.constexpr):
     """Fills the stages, of x only rows of the slot; copies by TMA only for groups that have any."""
-    STAGES: gl.constexpr = TILE[2]
+    SLOT_STEP: gl.constexpr = TILE.slot_step
+    STAGES: gl.constexpr = TILE.stages
     offsets_ptr, num_slots, index_ptr = rows
     GATHER: gl.constexpr = index_ptr is not None
     xs, ws, full, empty = buffers
     tiles_n = (num_columns + 127) // 128
     program = gl.program_id(0)
     step = program * 0
-    slot, passed, start, end = advance(offsets_ptr, step, step, program, num_slots, tiles_n, TILE[1], 128)
+    slot, passed, start, end = advance(offsets_ptr, step, step, program, num_slots, tiles_n, SLOT_STEP, 128)
     while slot < num_slots:
-        first_row, used, tile_n = even_tile(program - passed, slot, end - start, tiles_n, 2, TILE[0])
+        first_row, used, tile_n = even_tile(program - passed, slot, end - start, tiles_n, 2, TILE.group_m)
         first_row += start
         gate_row = slot * 2 * num_columns + tile_n * 128
         if GATHER:
@@ -95,7 +111,7 @@ def _produce(x, w_desc, rows, num_columns, width, buffers, TILE: gl.constexpr):
                     tma.async_copy_global_to_shared(x, [first_row + 64 * i, first], ready, x_part, pred=i < used)
             step += 1
         program += gl.num_programs(0)
-        slot, passed, start, end = advance(offsets_ptr, slot, passed, program, num_slots, tiles_n, TILE[1], 128)
+        slot, passed, start, end = advance(offsets_ptr, slot, passed, program, num_slots, tiles_n, SLOT_STEP, 128)
 
 
 @gluon.jit
@@ -135,9 +151,9 @@ def _write(out, h, first_row, end, first_n, TENSOR: gl.constexpr, TILE: gl.const
     q_ptr, scale_ptr, num_columns, num_rows = out
     row = first_row + gl.arange(0, 64, layout=gl.SliceLayout(1, TENSOR))
     n = first_n + gl.arange(0, 128, layout=gl.SliceLayout(0, TENSOR))
-    h = gl.where((n < num_columns)[None, :], h.to(TILE[3]).to(gl.float32), 0.0)
+    h = gl.where((n < num_columns)[None, :], h.to(TILE.h_dtype).to(gl.float32), 0.0)
     largest = gl.max(gl.abs(h), axis=1)
-    scale = gl.div_rn(gl.where(largest > TILE[4], largest, TILE[4]), 448.0)
+    scale = gl.div_rn(gl.where(largest > TILE.tiniest, largest, TILE.tiniest), 448.0)
     gl.store(scale_ptr + (first_n // 128).to(gl.int64) * num_rows + row, scale, mask=row < end)
     OUT: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0])
     q = gl.convert_layout((h * gl.div_rn(1.0, scale)[:, None]).to(q_ptr.dtype.element_ty), OUT)
@@ -150,7 +166,7 @@ def _write(out, h, first_row, end, first_n, TENSOR: gl.constexpr, TILE: gl.const
 @gluon.jit
 def _tile(place, index_ptr, out, scales, width, buffers, step, TILE: gl.constexpr, GROUP: gl.constexpr):
     """Multiply and write a group's rows of a tile; returns the next step. `place` is (first row, end, column, slot)."""
-    STAGES: gl.constexpr = TILE[2]
+    STAGES: gl.constexpr = TILE.stages
     GATHER: gl.constexpr = index_ptr is not None
     TENSOR: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 32])
     xs, ws, full, empty = buffers
@@ -171,7 +187,7 @@ def _tile(place, index_ptr, out, scales, width, buffers, step, TILE: gl.constexp
     x_scale, gate_scale, up_scale = gl.load(x_ptrs, mask=in_m, other=0.0), gl.load(gate_ptr), gl.load(up_ptr)
     if GROUP == 1:
         mbarrier.wait(full.index(step % STAGES), step // STAGES & 1)
-        _spin(step * 0 + TILE[5])
+        _spin(step * 0 + TILE.lag)
     for group in range(0, num_groups):
         stage = step % STAGES
         mbarrier.wait(full.index(stage), step // STAGES & 1)
@@ -198,15 +214,16 @@ def _tile(place, index_ptr, out, scales, width, buffers, step, TILE: gl.constexp
 @gluon.jit
 def _consume(rows, out, scales, width, buffers, TILE: gl.constexpr, GROUP: gl.constexpr):
     """A group's rows of every tile of the program; where there are none, it only lets the stages go."""
-    STAGES: gl.constexpr = TILE[2]
+    SLOT_STEP: gl.constexpr = TILE.slot_step
+    STAGES: gl.constexpr = TILE.stages
     offsets_ptr, num_slots, index_ptr = rows
     full, empty = buffers[2], buffers[3]
     tiles_n = (out[2] + 127) // 128
     program = gl.program_id(0)
     step = program * 0
-    slot, passed, start, end = advance(offsets_ptr, step, step, program, num_slots, tiles_n, TILE[1], 128)
+    slot, passed, start, end = advance(offsets_ptr, step, step, program, num_slots, tiles_n, SLOT_STEP, 128)
     while slot < num_slots:
-        first_row, used, tile_n = even_tile(program - passed, slot, end - start, tiles_n, 2, TILE[0])
+        first_row, used, tile_n = even_tile(program - passed, slot, end - start, tiles_n, 2, TILE.group_m)
         first_row += start + GROUP * 64
         if used > GROUP:
             place = (first_row, end, tile_n * 128, slot)
@@ -218,7 +235,7 @@ def _consume(rows, out, scales, width, buffers, TILE: gl.constexpr, GROUP: gl.co
                 mbarrier.arrive(empty.index(stage), count=1)
                 step += 1
         program += gl.num_programs(0)
-        slot, passed, start, end = advance(offsets_ptr, slot, passed, program, num_slots, tiles_n, TILE[1], 128)
+        slot, passed, start, end = advance(offsets_ptr, slot, passed, program, num_slots, tiles_n, SLOT_STEP, 128)
 
 
 # q[r], scale[:, r] = quantised cast(silu(gate x) * (up x)), x = x[index[r]] or x[r], by steps of 128 k, each scaled
@@ -242,31 +259,18 @@ def _fp8_swiglu_kernel(
     num_slots,
     num_x_rows,
     num_rows,
-    H_DTYPE: gl.constexpr,
-    TINIEST: gl.constexpr,
-    GROUP_M: gl.constexpr,
-    SLOT_STEP: gl.constexpr,
-    STAGES: gl.constexpr,
-    LAG: gl.constexpr,
+    TILE: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    if PDL:
-        gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
-        gl.inline_asm_elementwise(
-            "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
-        )
+    wait_for_inputs(PDL)
     GATHER: gl.constexpr = index_ptr is not None
-    TILE: gl.constexpr = (GROUP_M, SLOT_STEP, STAGES, H_DTYPE, TINIEST, LAG)
+    STAGES: gl.constexpr = TILE.stages
     dtype: gl.constexpr = w_desc.dtype
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([128, 128], dtype)
     xs = gl.allocate_shared_memory(dtype, [STAGES, 128, 128], LAYOUT)
     ws = gl.allocate_shared_memory(dtype, [STAGES * 2, 128, 128], LAYOUT)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        # The loading threads arrive each with its copies; for TMA the one that announced the bytes.
-        mbarrier.init(full.index(i), count=129 if GATHER else 1)
-        mbarrier.init(empty.index(i), count=2)
+    # The loading threads arrive each with its copies; for TMA the one that announced the bytes.
+    full, empty = barriers(STAGES, (129 if GATHER else 1, 2))
     buffers = (xs, ws, full, empty)
     rows = (offsets_ptr, num_slots, index_ptr)
     out = (q_ptr, scale_ptr, num_columns, num_rows)
@@ -315,12 +319,7 @@ def launch_swiglu_quantized(
         num_slots,
         x.values.shape[0],
         num_rows,
-        H_DTYPE=_DTYPES[dtype],
-        TINIEST=TINIEST,
-        GROUP_M=8,
-        SLOT_STEP=slot_step(offsets_S1),
-        STAGES=_STAGES,
-        LAG=_LAG,
+        TILE=SwigluTile(_DTYPES[dtype], TINIEST, 8, slot_step(offsets_S1), _STAGES, _LAG),
         num_warps=4,
         **launch_options(x.values, tiles, cdiv(num_rows, num_slots)),
     )

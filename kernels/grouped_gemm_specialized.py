@@ -14,7 +14,7 @@ The sum over K ascends, unsplit, in one fp32 accumulator, as in every other kern
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,10 +30,24 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from kernels.barriers import barriers
 from kernels.checks import cdiv
-from kernels.dependent_launch import dependent_launch
+from kernels.dependent_launch import dependent_launch, wait_for_inputs
 from kernels.row_tiles import most_row_tiles, slot_step, tile_of_program
 from kernels.tiles import TileConfig, num_multiprocessors
+
+
+class ProductTile(NamedTuple):
+    """What a product is compiled for: the tile of a program, how tiles take turns, and how slots are said."""
+
+    swiglu: bool
+    block_m: int
+    block_n: int
+    block_k: int
+    group_m: int
+    slot_step: int
+    stages: int
+    group_n: int = 1
 
 
 @gluon.jit
@@ -63,16 +77,14 @@ def _produce(
     rows,
     sizes,
     buffers,
-    SWIGLU: gl.constexpr,
     TILE: gl.constexpr,
-    SLOT_STEP: gl.constexpr,
-    STAGES: gl.constexpr,
 ):
     """Fills the stages. `rows` is (offsets_ptr, num_slots), `sizes` (columns, width, x's stride / 8)."""
-    BLOCK_M: gl.constexpr = TILE[0]
-    BLOCK_N: gl.constexpr = TILE[1]
-    BLOCK_K: gl.constexpr = TILE[2]
-    PRODUCTS: gl.constexpr = 2 if SWIGLU else 1
+    BLOCK_M: gl.constexpr = TILE.block_m
+    BLOCK_N: gl.constexpr = TILE.block_n
+    BLOCK_K: gl.constexpr = TILE.block_k
+    SLOT_STEP: gl.constexpr = TILE.slot_step
+    PRODUCTS: gl.constexpr = 2 if TILE.swiglu else 1
     GATHER: gl.constexpr = index_ptr is not None
     BYTES: gl.constexpr = (PRODUCTS * BLOCK_N + (0 if GATHER else BLOCK_M)) * BLOCK_K * 2
     offsets_ptr, num_slots = rows
@@ -84,7 +96,7 @@ def _produce(
     slot, passed, start, end = advance(offsets_ptr, step, step, program, num_slots, tiles_n, SLOT_STEP, BLOCK_M)
     while slot < num_slots:
         tiles_m = (end - start + BLOCK_M - 1) // BLOCK_M
-        tile_m, tile_n = tile_of_program(program - passed, tiles_m, tiles_n, TILE[3], TILE[4])
+        tile_m, tile_n = tile_of_program(program - passed, tiles_m, tiles_n, TILE.group_m, TILE.group_n)
         first_row = start + tile_m * BLOCK_M
         w_row = slot * PRODUCTS * num_columns + tile_n * BLOCK_N
         if GATHER:
@@ -96,11 +108,11 @@ def _produce(
             # Groups of 8 values, 16 bytes, are what one copy moves: spelt out, for the compiler to see it of any width.
             x_ptrs = x + x_row.to(gl.int64)[:, None] * stride_x8 * 8 + k[None, :]
         for first in range(0, width, BLOCK_K):
-            stage = step % STAGES
-            mbarrier.wait(empty.index(stage), (step // STAGES & 1) ^ 1)
+            stage = step % TILE.stages
+            mbarrier.wait(empty.index(stage), (step // TILE.stages & 1) ^ 1)
             ready = full.index(stage)
             mbarrier.expect(ready, BYTES)
-            if SWIGLU:
+            if TILE.swiglu:
                 tma.async_copy_global_to_shared(w_desc, [w_row, first], ready, ws.index(stage).slice(0, BLOCK_N))
                 up = ws.index(stage).slice(BLOCK_N, BLOCK_N)
                 tma.async_copy_global_to_shared(w_desc, [w_row + num_columns, first], ready, up)
@@ -115,7 +127,9 @@ def _produce(
                 tma.async_copy_global_to_shared(x, [first_row, first], ready, xs.index(stage))
             step += 1
         program += gl.num_programs(0)
-        slot, passed, start, end = advance(offsets_ptr, slot, passed, program, num_slots, tiles_n, SLOT_STEP, BLOCK_M)
+        slot, passed, start, end = advance(
+            offsets_ptr, slot, passed, program, num_slots, tiles_n, TILE.slot_step, BLOCK_M
+        )
 
 
 @gluon.jit
@@ -138,16 +152,14 @@ def _tile(
     step,
     turn,
     width,
-    SWIGLU: gl.constexpr,
     GATHER: gl.constexpr,
     ROWS: gl.constexpr,
     TILE: gl.constexpr,
-    STAGES: gl.constexpr,
     GROUP: gl.constexpr,
 ):
     """Multiply and write the first ROWS rows of a tile; returns the next step. `place` is (first row, end, column)."""
-    BLOCK_K: gl.constexpr = TILE[2]
-    WIDE: gl.constexpr = TILE[1] * (2 if SWIGLU else 1)
+    STAGES: gl.constexpr = TILE.stages
+    WIDE: gl.constexpr = TILE.block_n * (2 if TILE.swiglu else 1)
     HALF: gl.constexpr = WIDE // 2
     TENSOR: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDE, 16])
     xs, ws, full, empty, order = buffers
@@ -155,7 +167,7 @@ def _tile(
     # order, a group could take a stage of the other's for its own.)
     mbarrier.wait(order.index(GROUP), (turn & 1) ^ (1 - GROUP))
     acc = gl.zeros((ROWS, WIDE), gl.float32, TENSOR)
-    for first in range(0, width, BLOCK_K):
+    for first in range(0, width, TILE.block_k):
         stage = step % STAGES
         mbarrier.wait(full.index(stage), step // STAGES & 1)
         if GATHER:
@@ -173,58 +185,50 @@ def _tile(
     # Half of the columns at a time: shared memory holds no more beside the stages.
     low, high = acc.reshape([ROWS, 2, HALF]).permute(0, 2, 1).split()
     first_row, end, first_n = place
-    if SWIGLU:
+    if TILE.swiglu:
         low = low / (1.0 + gl.exp(-low)) * high
     write_rows(out, low, first_row, end, first_n, ROWS, HALF)
-    if not SWIGLU:
+    if not TILE.swiglu:
         write_rows(out, high, first_row, end, first_n + HALF, ROWS, HALF)
     return step
 
 
 @gluon.jit
-def _consume(
-    rows,
-    out,
-    width,
-    buffers,
-    SWIGLU: gl.constexpr,
-    GATHER: gl.constexpr,
-    TILE: gl.constexpr,
-    SLOT_STEP: gl.constexpr,
-    STAGES: gl.constexpr,
-    GROUP: gl.constexpr,
-):
+def _consume(rows, out, width, buffers, GATHER: gl.constexpr, TILE: gl.constexpr, GROUP: gl.constexpr):
     """Every second tile of this program: the even ones for group 0, the odd ones for group 1."""
-    BLOCK_M: gl.constexpr = TILE[0]
-    BLOCK_N: gl.constexpr = TILE[1]
+    BLOCK_M: gl.constexpr = TILE.block_m
+    BLOCK_N: gl.constexpr = TILE.block_n
+    SLOT_STEP: gl.constexpr = TILE.slot_step
     # The last rows of a slot: half a tile is half the work.
     FEW: gl.constexpr = 64
     offsets_ptr, num_slots = rows
     tiles_n = (out[2] + BLOCK_N - 1) // BLOCK_N
-    steps = (width + TILE[2] - 1) // TILE[2]
+    steps = (width + TILE.block_k - 1) // TILE.block_k
     program = gl.program_id(0) + GROUP * gl.num_programs(0)
     step = GROUP * steps
     turn = step * 0
     slot, passed, start, end = advance(offsets_ptr, turn, turn, program, num_slots, tiles_n, SLOT_STEP, BLOCK_M)
     while slot < num_slots:
         tiles_m = (end - start + BLOCK_M - 1) // BLOCK_M
-        tile_m, tile_n = tile_of_program(program - passed, tiles_m, tiles_n, TILE[3], TILE[4])
+        tile_m, tile_n = tile_of_program(program - passed, tiles_m, tiles_n, TILE.group_m, TILE.group_n)
         first_row = start + tile_m * BLOCK_M
         place = (first_row, end, tile_n * BLOCK_N)
         if min(end - first_row, BLOCK_M) <= FEW:
-            step = _tile(place, out, buffers, step, turn, width, SWIGLU, GATHER, FEW, TILE, STAGES, GROUP)
+            step = _tile(place, out, buffers, step, turn, width, GATHER, FEW, TILE, GROUP)
         elif BLOCK_M > FEW:
-            step = _tile(place, out, buffers, step, turn, width, SWIGLU, GATHER, BLOCK_M, TILE, STAGES, GROUP)
+            step = _tile(place, out, buffers, step, turn, width, GATHER, BLOCK_M, TILE, GROUP)
         step += steps
         turn += 1
         program += 2 * gl.num_programs(0)
-        slot, passed, start, end = advance(offsets_ptr, slot, passed, program, num_slots, tiles_n, SLOT_STEP, BLOCK_M)
+        slot, passed, start, end = advance(
+            offsets_ptr, slot, passed, program, num_slots, tiles_n, TILE.slot_step, BLOCK_M
+        )
 
 
 # y[r, n] as kernels/grouped_gemm.py defines it.
-#   x: rows in order as a descriptor [R, D] of blocks [BLOCK_M, BLOCK_K], or with index_ptr int32 [R] a pointer [X, D]
+#   x: rows in order as a descriptor [R, D] of blocks [block_m, block_k], or with index_ptr int32 [R] a pointer [X, D]
 #   stride_x8: between rows of x, in groups of 8 values; D is a multiple of 8 too
-#   w_desc: [S * N or S * 2N, D] of blocks [BLOCK_N, BLOCK_K]; offsets_ptr int32 [S+1] or [S, 2];
+#   w_desc: [S * N or S * 2N, D] of blocks [block_n, block_k]; offsets_ptr int32 [S+1] or [S, 2];
 #   y_ptr [R, N], rows strided
 #   grid (multiprocessors,) or fewer: a program owns every so-manieth tile, slot by slot, until there are no more.
 #   fp32 accumulation. Rows from a slot's end on may be read (they are the next slot's, or zero) and are not written;
@@ -241,47 +245,29 @@ def _grouped_gemm_specialized_kernel(
     num_slots,
     stride_x8,
     stride_y,
-    SWIGLU: gl.constexpr,
-    BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    BLOCK_K: gl.constexpr,
-    GROUP_M: gl.constexpr,
-    GROUP_N: gl.constexpr,
-    SLOT_STEP: gl.constexpr,
-    STAGES: gl.constexpr,
+    TILE: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    if PDL:
-        gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
-        gl.inline_asm_elementwise(
-            "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
-        )
+    wait_for_inputs(PDL)
     GATHER: gl.constexpr = index_ptr is not None
-    WIDE: gl.constexpr = BLOCK_N * (2 if SWIGLU else 1)
-    TILE: gl.constexpr = (BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, GROUP_N)
+    WIDE: gl.constexpr = TILE.block_n * (2 if TILE.swiglu else 1)
     dtype: gl.constexpr = w_desc.dtype
-    X: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_M, BLOCK_K], dtype)
-    W: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, BLOCK_K], dtype)
-    xs = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_M, BLOCK_K], X)
-    ws = gl.allocate_shared_memory(dtype, [STAGES, WIDE, BLOCK_K], W)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    order = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(2):
-        mbarrier.init(order.index(i), count=1)
-    for i in gl.static_range(STAGES):
-        # The loading threads arrive each with its copies; for TMA the one that announced the bytes.
-        mbarrier.init(full.index(i), count=129 if GATHER else 1)
-        mbarrier.init(empty.index(i), count=1)
+    X: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TILE.block_m, TILE.block_k], dtype)
+    W: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TILE.block_n, TILE.block_k], dtype)
+    xs = gl.allocate_shared_memory(dtype, [TILE.stages, TILE.block_m, TILE.block_k], X)
+    ws = gl.allocate_shared_memory(dtype, [TILE.stages, WIDE, TILE.block_k], W)
+    (order,) = barriers(2, (1,))
+    # The loading threads arrive each with its copies; for TMA the one that announced the bytes.
+    full, empty = barriers(TILE.stages, (129 if GATHER else 1, 1))
     buffers = (xs, ws, full, empty, order)
     rows = (offsets_ptr, num_slots)
     sizes = (num_columns, width, stride_x8)
     out = (y_ptr, stride_y, num_columns)
     gl.warp_specialize(
         [
-            (_consume, (rows, out, width, buffers, SWIGLU, GATHER, TILE, SLOT_STEP, STAGES, 0)),
-            (_consume, (rows, out, width, buffers, SWIGLU, GATHER, TILE, SLOT_STEP, STAGES, 1)),
-            (_produce, (x, w_desc, index_ptr, rows, sizes, buffers, SWIGLU, TILE, SLOT_STEP, STAGES)),
+            (_consume, (rows, out, width, buffers, GATHER, TILE, 0)),
+            (_consume, (rows, out, width, buffers, GATHER, TILE, 1)),
+            (_produce, (x, w_desc, index_ptr, rows, sizes, buffers, TILE)),
         ],
         [4, 4],
         [216, 56],
@@ -336,6 +322,12 @@ def launch_specialized(
     (num_rows, num_columns), (num_slots, _, width) = y_RN.shape, w_SND.shape
     x = x_XD if row_index_R is not None else descriptor(x_XD, tile.block_m, tile.block_k)
     tiles = most_row_tiles(num_rows, num_slots, tile.block_m) * cdiv(num_columns, tile.block_n)
+    # Of a square tile four neighbours share two blocks each of rows and weights; else two share the larger one. On
+    # an H200, second products of 128 x 128, us, else / so: dsv2-lite 16384 tokens 965 / 917, 8192 499 / 478, qwen3
+    # 16384 717 / 708. First ones of 64 x 256: 2012 / 2135, 1434 / 1550.
+    group_n = 2 if row_index_R is None and tile.block_m == tile.block_n else 1
+    blocks = (tile.block_m, tile.block_n, tile.block_k)
+    product_tile = ProductTile(swiglu, *blocks, group_m, slot_step(offsets_S1), tile.num_stages, group_n)
     _grouped_gemm_specialized_kernel[(min(tiles, num_multiprocessors(x_XD.device)),)](
         x,
         descriptor(w_SND.view(-1, width), tile.block_n, tile.block_k),
@@ -347,17 +339,7 @@ def launch_specialized(
         num_slots,
         x_XD.stride(0) // 8,
         y_RN.stride(0),
-        SWIGLU=swiglu,
-        BLOCK_M=tile.block_m,
-        BLOCK_N=tile.block_n,
-        BLOCK_K=tile.block_k,
-        GROUP_M=group_m,
-        # Of a square tile four neighbours share two blocks each of rows and weights; else two share the larger one. On
-        # an H200, second products of 128 x 128, us, else / so: dsv2-lite 16384 tokens 965 / 917, 8192 499 / 478, qwen3
-        # 16384 717 / 708. First ones of 64 x 256: 2012 / 2135, 1434 / 1550.
-        GROUP_N=2 if row_index_R is None and tile.block_m == tile.block_n else 1,
-        SLOT_STEP=slot_step(offsets_S1),
-        STAGES=tile.num_stages,
+        TILE=product_tile,
         num_warps=tile.num_warps,
         **launch_options(x_XD, tiles, cdiv(num_rows, num_slots)),
     )

@@ -27,11 +27,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from kernels.barriers import barriers
 from kernels.checks import cdiv
-from kernels.dependent_launch import dependent_launch
-from kernels.grouped_gemm_specialized import advance, descriptor
+from kernels.dependent_launch import dependent_launch, wait_for_inputs
+from kernels.grouped_gemm_specialized import ProductTile, advance, descriptor
 from kernels.row_tiles import most_row_tiles, slot_step, tile_of_program
 from kernels.tiles import TileConfig, num_multiprocessors
 
@@ -53,14 +53,13 @@ def _fill(
     w_row,
     first_row,
     end,
-    SWIGLU: gl.constexpr,
     ROWS: gl.constexpr,
     TILE: gl.constexpr,
-    STAGES: gl.constexpr,
 ):
     """Fill the stages of a tile with ROWS rows of x; returns the next step."""
-    BLOCK_K: gl.constexpr = TILE[2]
-    OWN: gl.constexpr = TILE[1] // _GROUPS
+    BLOCK_K: gl.constexpr = TILE.block_k
+    STAGES: gl.constexpr = TILE.stages
+    OWN: gl.constexpr = TILE.block_n // _GROUPS
     GATHER: gl.constexpr = index_ptr is not None
     BYTES: gl.constexpr = (128 * _GROUPS + (0 if GATHER else ROWS)) * BLOCK_K * 2
     num_columns, width, stride_x8 = sizes
@@ -80,7 +79,7 @@ def _fill(
         for group in gl.static_range(_GROUPS):
             own, own_row = ws.index(stage * _GROUPS + group), w_row + group * OWN
             tma.async_copy_global_to_shared(w_desc, [own_row, first], ready, own.slice(0, OWN))
-            if SWIGLU:
+            if TILE.swiglu:
                 tma.async_copy_global_to_shared(w_desc, [own_row + num_columns, first], ready, own.slice(OWN, OWN))
         if GATHER:
             mask = (row < end)[:, None] & (k // 8 < (width - first) // 8)[None, :]
@@ -103,35 +102,35 @@ def _produce(
     rows,
     sizes,
     buffers,
-    SWIGLU: gl.constexpr,
     TILE: gl.constexpr,
-    SLOT_STEP: gl.constexpr,
-    STAGES: gl.constexpr,
 ):
     """Fills the stages. `rows` is (offsets_ptr, num_slots), `sizes` (columns, width, x's stride / 8)."""
-    BLOCK_M: gl.constexpr = TILE[0]
+    BLOCK_M: gl.constexpr = TILE.block_m
+    SLOT_STEP: gl.constexpr = TILE.slot_step
     # Gathered rows past a slot's end are not read, however many there are.
     GATHER: gl.constexpr = index_ptr is not None
     SOME: gl.constexpr = BLOCK_M if GATHER else 80
     MORE: gl.constexpr = BLOCK_M if GATHER else 96
     offsets_ptr, num_slots = rows
     num_columns = sizes[0]
-    tiles_n = (num_columns + TILE[1] - 1) // TILE[1]
+    tiles_n = (num_columns + TILE.block_n - 1) // TILE.block_n
     program = gl.program_id(0)
     step = program * 0
     slot, passed, start, end = advance(offsets_ptr, step, step, program, num_slots, tiles_n, SLOT_STEP, BLOCK_M)
     while slot < num_slots:
-        tile_m, tile_n = tile_of_program(program - passed, (end - start + BLOCK_M - 1) // BLOCK_M, tiles_n, TILE[3])
+        tile_m, tile_n = tile_of_program(
+            program - passed, (end - start + BLOCK_M - 1) // BLOCK_M, tiles_n, TILE.group_m
+        )
         row = start + tile_m * BLOCK_M
-        w_row = slot * (num_columns * (2 if SWIGLU else 1)) + tile_n * TILE[1]
+        w_row = slot * (num_columns * (2 if TILE.swiglu else 1)) + tile_n * TILE.block_n
         if end - row <= 64:
-            step = _fill(x, w_desc, index_ptr, sizes, buffers, step, w_row, row, end, SWIGLU, 64, TILE, STAGES)
+            step = _fill(x, w_desc, index_ptr, sizes, buffers, step, w_row, row, end, 64, TILE)
         elif end - row <= SOME:
-            step = _fill(x, w_desc, index_ptr, sizes, buffers, step, w_row, row, end, SWIGLU, SOME, TILE, STAGES)
+            step = _fill(x, w_desc, index_ptr, sizes, buffers, step, w_row, row, end, SOME, TILE)
         elif end - row <= MORE:
-            step = _fill(x, w_desc, index_ptr, sizes, buffers, step, w_row, row, end, SWIGLU, MORE, TILE, STAGES)
+            step = _fill(x, w_desc, index_ptr, sizes, buffers, step, w_row, row, end, MORE, TILE)
         else:
-            step = _fill(x, w_desc, index_ptr, sizes, buffers, step, w_row, row, end, SWIGLU, BLOCK_M, TILE, STAGES)
+            step = _fill(x, w_desc, index_ptr, sizes, buffers, step, w_row, row, end, BLOCK_M, TILE)
         program += gl.num_programs(0)
         slot, passed, start, end = advance(offsets_ptr, slot, passed, program, num_slots, tiles_n, SLOT_STEP, BLOCK_M)
 
@@ -167,21 +166,20 @@ def _tile(
     buffers,
     step,
     width,
-    SWIGLU: gl.constexpr,
     GATHER: gl.constexpr,
     ROWS: gl.constexpr,
     MORE: gl.constexpr,
     TILE: gl.constexpr,
-    STAGES: gl.constexpr,
     GROUP: gl.constexpr,
 ):
     """Multiply this group's half of a tile of weights with ROWS + MORE rows, both powers of two or MORE 0, and write
     it; returns the next step. `place` is (first row, end, column)."""
+    STAGES: gl.constexpr = TILE.stages
     xs, ws, full, empty = buffers
     acc = gl.zeros((128, ROWS), gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16]))
     if MORE > 0:
         more = gl.zeros((128, MORE), gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, MORE, 16]))
-    for first in range(0, width, TILE[2]):
+    for first in range(0, width, TILE.block_k):
         stage = step % STAGES
         mbarrier.wait(full.index(stage), step // STAGES & 1)
         if GATHER:
@@ -203,56 +201,48 @@ def _tile(
         acc = warpgroup_mma_wait(0, deps=[acc])
     mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1)
     first_row, end, first_n = place
-    first_n += GROUP * (TILE[1] // _GROUPS)
-    _write(out, acc, first_row, end, first_n, SWIGLU)
+    first_n += GROUP * (TILE.block_n // _GROUPS)
+    _write(out, acc, first_row, end, first_n, TILE.swiglu)
     if MORE > 0:
-        _write(out, more, first_row + ROWS, end, first_n, SWIGLU)
+        _write(out, more, first_row + ROWS, end, first_n, TILE.swiglu)
     return step
 
 
 @gluon.jit
-def _consume(
-    rows,
-    out,
-    width,
-    buffers,
-    SWIGLU: gl.constexpr,
-    GATHER: gl.constexpr,
-    TILE: gl.constexpr,
-    SLOT_STEP: gl.constexpr,
-    STAGES: gl.constexpr,
-    GROUP: gl.constexpr,
-):
+def _consume(rows, out, width, buffers, GATHER: gl.constexpr, TILE: gl.constexpr, GROUP: gl.constexpr):
     """This group's half of every tile of this program."""
-    BLOCK_M: gl.constexpr = TILE[0]
+    BLOCK_M: gl.constexpr = TILE.block_m
+    SLOT_STEP: gl.constexpr = TILE.slot_step
     offsets_ptr, num_slots = rows
-    tiles_n = (out[2] + TILE[1] - 1) // TILE[1]
+    tiles_n = (out[2] + TILE.block_n - 1) // TILE.block_n
     program = gl.program_id(0)
     step = program * 0
     slot, passed, start, end = advance(offsets_ptr, step, step, program, num_slots, tiles_n, SLOT_STEP, BLOCK_M)
     while slot < num_slots:
-        tile_m, tile_n = tile_of_program(program - passed, (end - start + BLOCK_M - 1) // BLOCK_M, tiles_n, TILE[3])
+        tile_m, tile_n = tile_of_program(
+            program - passed, (end - start + BLOCK_M - 1) // BLOCK_M, tiles_n, TILE.group_m
+        )
         row = start + tile_m * BLOCK_M
-        place = (row, end, tile_n * TILE[1])
+        place = (row, end, tile_n * TILE.block_n)
         if end - row <= 64:
-            step = _tile(place, out, buffers, step, width, SWIGLU, GATHER, 64, 0, TILE, STAGES, GROUP)
+            step = _tile(place, out, buffers, step, width, GATHER, 64, 0, TILE, GROUP)
         elif end - row <= 80:
-            step = _tile(place, out, buffers, step, width, SWIGLU, GATHER, 64, 16, TILE, STAGES, GROUP)
+            step = _tile(place, out, buffers, step, width, GATHER, 64, 16, TILE, GROUP)
         elif end - row <= 96:
-            step = _tile(place, out, buffers, step, width, SWIGLU, GATHER, 64, 32, TILE, STAGES, GROUP)
+            step = _tile(place, out, buffers, step, width, GATHER, 64, 32, TILE, GROUP)
         else:
-            step = _tile(place, out, buffers, step, width, SWIGLU, GATHER, BLOCK_M, 0, TILE, STAGES, GROUP)
+            step = _tile(place, out, buffers, step, width, GATHER, BLOCK_M, 0, TILE, GROUP)
         program += gl.num_programs(0)
         slot, passed, start, end = advance(offsets_ptr, slot, passed, program, num_slots, tiles_n, SLOT_STEP, BLOCK_M)
 
 
 # y[r, n] as kernels/grouped_gemm.py defines it.
-#   x: rows in order as a descriptor [R, D] of blocks [16, BLOCK_K], or with index_ptr int32 [R] a pointer [X, D]
+#   x: rows in order as a descriptor [R, D] of blocks [16, block_k], or with index_ptr int32 [R] a pointer [X, D]
 #   stride_x8: between rows of x, in groups of 8 values; D is a multiple of 8 too
-#   w_desc: [S * N or S * 2N, D] of blocks [128 or 64, BLOCK_K]; offsets_ptr int32 [S+1] or [S, 2];
+#   w_desc: [S * N or S * 2N, D] of blocks [128 or 64, block_k]; offsets_ptr int32 [S+1] or [S, 2];
 #   y_ptr [R, N], rows strided
 #   grid (multiprocessors,) or fewer: a program owns every so-manieth tile, slot by slot, until there are no more. A
-#   tile is BLOCK_N columns, 256 or with SwiGLU 128, of at most BLOCK_M = 128 rows.
+#   tile is block_n columns, 256 or with SwiGLU 128, of at most block_m = 128 rows.
 #   fp32 accumulation. Rows from a slot's end on may be read (they are the next slot's, or zero, or what lay in shared
 #   memory before) and are not written; D and N are filled up with zeros.
 @gluon.jit(do_not_specialize=["num_slots"])
@@ -267,40 +257,28 @@ def _grouped_gemm_swapped_kernel(
     num_slots,
     stride_x8,
     stride_y,
-    SWIGLU: gl.constexpr,
-    BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    BLOCK_K: gl.constexpr,
-    GROUP_M: gl.constexpr,
-    SLOT_STEP: gl.constexpr,
-    STAGES: gl.constexpr,
+    TILE: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    wait_for_inputs(PDL)
     GATHER: gl.constexpr = index_ptr is not None
-    TILE: gl.constexpr = (BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M)
+    STAGES: gl.constexpr = TILE.stages
     dtype: gl.constexpr = w_desc.dtype
-    X: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_M, BLOCK_K], dtype)
-    W: gl.constexpr = gl.NVMMASharedLayout.get_default_for([128, BLOCK_K], dtype)
-    xs = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_M, BLOCK_K], X)
-    ws = gl.allocate_shared_memory(dtype, [STAGES * _GROUPS, 128, BLOCK_K], W)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        # The loading threads arrive each with its copies; for TMA the one that announced the bytes.
-        mbarrier.init(full.index(i), count=129 if GATHER else 1)
-        mbarrier.init(empty.index(i), count=_GROUPS)
+    X: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TILE.block_m, TILE.block_k], dtype)
+    W: gl.constexpr = gl.NVMMASharedLayout.get_default_for([128, TILE.block_k], dtype)
+    xs = gl.allocate_shared_memory(dtype, [STAGES, TILE.block_m, TILE.block_k], X)
+    ws = gl.allocate_shared_memory(dtype, [STAGES * _GROUPS, 128, TILE.block_k], W)
+    # The loading threads arrive each with its copies; for TMA the one that announced the bytes.
+    full, empty = barriers(STAGES, (129 if GATHER else 1, _GROUPS))
     buffers = (xs, ws, full, empty)
     rows = (offsets_ptr, num_slots)
     sizes = (num_columns, width, stride_x8)
     out = (y_ptr, stride_y, num_columns)
     gl.warp_specialize(
         [
-            (_consume, (rows, out, width, buffers, SWIGLU, GATHER, TILE, SLOT_STEP, STAGES, 0)),
-            (_consume, (rows, out, width, buffers, SWIGLU, GATHER, TILE, SLOT_STEP, STAGES, 1)),
-            (_produce, (x, w_desc, index_ptr, rows, sizes, buffers, SWIGLU, TILE, SLOT_STEP, STAGES)),
+            (_consume, (rows, out, width, buffers, GATHER, TILE, 0)),
+            (_consume, (rows, out, width, buffers, GATHER, TILE, 1)),
+            (_produce, (x, w_desc, index_ptr, rows, sizes, buffers, TILE)),
         ],
         [4, 4],
         [216, 56],
@@ -324,6 +302,7 @@ def launch_swapped(
     assert (tile.block_m, tile.block_n * products) == (128, 256), f"{tile} is no tile of this form"
     x = x_XD if row_index_R is not None else descriptor(x_XD, _BOX.value, tile.block_k)
     tiles = most_row_tiles(num_rows, num_slots, tile.block_m) * cdiv(num_columns, tile.block_n)
+    blocks = (tile.block_m, tile.block_n, tile.block_k)
     _grouped_gemm_swapped_kernel[(min(tiles, num_multiprocessors(x_XD.device)),)](
         x,
         descriptor(w_SND.view(-1, width), 128 // products, tile.block_k),
@@ -335,13 +314,7 @@ def launch_swapped(
         num_slots,
         x_XD.stride(0) // 8,
         y_RN.stride(0),
-        SWIGLU=swiglu,
-        BLOCK_M=tile.block_m,
-        BLOCK_N=tile.block_n,
-        BLOCK_K=tile.block_k,
-        GROUP_M=group_m,
-        SLOT_STEP=slot_step(offsets_S1),
-        STAGES=tile.num_stages,
+        TILE=ProductTile(swiglu, *blocks, group_m, slot_step(offsets_S1), tile.num_stages),
         num_warps=tile.num_warps,
         **dependent_launch(x_XD),
     )

@@ -41,23 +41,29 @@ from kernels.tiles import TileConfig, num_multiprocessors
 def _tile(
     x,
     w_desc,
+    offsets_ptr,
     index_ptr,
     y_ptr,
+    program,
+    tiles_until,
+    tiles_n,
     num_columns,
     width,
     stride_x,
     stride_y,
-    slot,
-    first_row,
-    end,
-    first_n,
     SWIGLU: tl.constexpr,
     EVEN: tl.constexpr,
+    SLOT_STEP: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
 ):
-    """Multiply and write the tile that begins at (first_row, first_n)."""
+    """Multiply and write a tile, the one of so manieth program in a grid of all tiles."""
+    slot, tile = slot_of_program(tiles_until, program)  # pyright: ignore
+    start, end = slot_range(offsets_ptr, slot, SLOT_STEP)
+    tile_m, tile_n = tile_of_program(tile, tl.cdiv(end - start, BLOCK_M), tiles_n, GROUP_M)  # pyright: ignore
+    first_row, first_n = start + tile_m * BLOCK_M, tile_n * BLOCK_N
     PRODUCTS: tl.constexpr = 2 if SWIGLU else 1
     row = first_row + tl.arange(0, BLOCK_M)
     in_m = (row < end)[:, None]
@@ -112,51 +118,15 @@ def _grouped_gemm_tma_kernel(
     num_tiles = tl.max(tiles_until, axis=0)
     if PERSISTENT:
         for program in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0), flatten=True):
-            slot, tile = slot_of_program(tiles_until, program)
-            start, end = slot_range(offsets_ptr, slot, SLOT_STEP)
-            tile_m, tile_n = tile_of_program(tile, tl.cdiv(end - start, BLOCK_M), tiles_n, GROUP_M)  # pyright: ignore
             _tile(
-                x,
-                w_desc,
-                index_ptr,
-                y_ptr,
-                num_columns,
-                width,
-                stride_x,
-                stride_y,
-                slot,
-                start + tile_m * BLOCK_M,
-                end,
-                tile_n * BLOCK_N,
-                SWIGLU,
-                EVEN,
-                BLOCK_M,
-                BLOCK_N,
-                BLOCK_K,
-            )
+                x, w_desc, offsets_ptr, index_ptr, y_ptr, program, tiles_until, tiles_n, num_columns, width, stride_x,
+                stride_y, SWIGLU, EVEN, SLOT_STEP, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M,
+            )  # fmt: skip
     elif tl.program_id(0) < num_tiles:
-        slot, tile = slot_of_program(tiles_until, tl.program_id(0))
-        start, end = slot_range(offsets_ptr, slot, SLOT_STEP)
-        tile_m, tile_n = tile_of_program(tile, tl.cdiv(end - start, BLOCK_M), tiles_n, GROUP_M)  # pyright: ignore
         _tile(
-            x,
-            w_desc,
-            index_ptr,
-            y_ptr,
-            num_columns,
-            width,
-            stride_x,
-            stride_y,
-            slot,
-            start + tile_m * BLOCK_M,
-            end,
-            tile_n * BLOCK_N,
-            SWIGLU,
-            EVEN,
-            BLOCK_M,
-            BLOCK_N,
-            BLOCK_K,
-        )
+            x, w_desc, offsets_ptr, index_ptr, y_ptr, tl.program_id(0), tiles_until, tiles_n, num_columns, width,
+            stride_x, stride_y, SWIGLU, EVEN, SLOT_STEP, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M,
+        )  # fmt: skip
 
 
 def tma_serves(x_XD: Tensor, w_SND: Tensor) -> bool:

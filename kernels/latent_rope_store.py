@@ -190,10 +190,8 @@ def _latent_rope_store_kernel(
                 tl.store(scale_ptr, latent_scale, mask=slot >= 0)
                 tl.store(scale_ptr + 1, rope_scale, mask=slot >= 0)
                 latent = row_codes(latent, latent_scale, cache_ptr)
-                k_first, k_second = (
-                    row_codes(k_first, rope_scale, cache_ptr),
-                    row_codes(k_second, rope_scale, cache_ptr),
-                )
+                k_first = row_codes(k_first, rope_scale, cache_ptr)
+                k_second = row_codes(k_second, rope_scale, cache_ptr)
         tl.store(place_ptr + column, latent, mask=(slot >= 0) & in_latent)
         store_pairs(place_ptr + LATENT, k_first, k_second, slot >= 0, BLOCK_R, HALF, INTERLEAVED, BLOCK_P)
     else:

@@ -28,9 +28,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from kernels.barriers import barriers
 from kernels.checks import cdiv, next_power_of_2
+from kernels.dependent_launch import wait_for_inputs
 from kernels.tiles import device_generation, num_multiprocessors
 
 FEW_ROWS = 8
@@ -96,9 +97,7 @@ def _sum(
     COPY: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [1, 4], [1, 0])
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 16])
     SWIZZLED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    wait_for_inputs(PDL)
     m = gl.arange(0, 8, gl.SliceLayout(1, COPY))[:, None]
     k = gl.arange(0, xs.shape[1], gl.SliceLayout(0, COPY))[None, :]
     # Groups of 8 values, 16 bytes, are what one copy moves: spelt out, for the compiler to see it of any width.
@@ -152,11 +151,7 @@ def few_rows_kernel(
     ws = gl.allocate_shared_memory(dtype, [STAGES * _CHUNKS + 64 // ROWS - 1, ROWS, 64], SWIZZLED)
     xs = gl.allocate_shared_memory(dtype, [8, BLOCK_K], SWIZZLED)
     x_chunks = xs._reinterpret(dtype, [BLOCK_K // 64, 8, 64], SWIZZLED)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=1)
+    full, empty = barriers(STAGES, (1, 1))
     fence_async_shared()
     # fmt: off
     gl.warp_specialize(

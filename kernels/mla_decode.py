@@ -235,29 +235,6 @@ def mla_decode_triton(
     part_dtype = torch.float32 if wide else torch.float16
     parts_BSHL, lse_BSH = split_workspace(num_sequences, splits, num_heads, latent, part_dtype, q_latent_BHL.device)
     out_BHL = q_latent_BHL.new_empty(num_sequences, num_heads, latent)
-    operands = (q_latent_BHL, q_pe_BHR, cache_NPX, block_tables_BM, kv_lens_B, out_BHL, parts_BSHL, lse_BSH)
-    _launch_mla(*operands, rule, scales_NP2, scale=scale)
-    if splits > 1:
-        merge_splits(parts_BSHL, lse_BSH, kv_lens_B, out_BHL, rule)
-    return out_BHL
-
-
-def _launch_mla(
-    q_latent_BHL: Tensor,
-    q_pe_BHR: Tensor,
-    cache_NPX: Tensor,
-    block_tables_BM: Tensor,
-    kv_lens_B: Tensor,
-    out_BHL: Tensor,
-    parts_BSHL: Tensor,
-    lse_BSH: Tensor,
-    rule: SplitRule,
-    scales_NP2: Tensor | None,
-    *,
-    scale: float,
-) -> None:
-    """Fills out_BHL where a sequence has one split, parts_BSHL and lse_BSH elsewhere."""
-    num_sequences, splits, num_heads, latent = parts_BSHL.shape
     tile = _mla_tile(q_latent_BHL.dtype, num_heads, device_generation(q_latent_BHL))
     _mla_kernel[(cdiv(num_heads, tile.block_m), splits, num_sequences)](
         q_latent_BHL,
@@ -289,6 +266,9 @@ def _launch_mla(
         num_stages=tile.num_stages,
         **dependent_launch(q_latent_BHL),
     )
+    if splits > 1:
+        merge_splits(parts_BSHL, lse_BSH, kv_lens_B, out_BHL, rule)
+    return out_BHL
 
 
 def _mla_tile(dtype: torch.dtype, num_heads: int, generation: int) -> TileConfig:

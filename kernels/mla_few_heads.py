@@ -18,8 +18,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from kernels.barriers import barriers
+from kernels.dependent_launch import wait_for_inputs
 from kernels.mla_pieces import OF_THE_BATCH, fetch_queries, zero_rows
 from kernels.mla_runs import copy_latents, find_run, places_of, splits_of_run
 
@@ -95,9 +96,7 @@ def _attend_few(
     head = gl.arange(0, HEADS, HEAD)
     tiles = 0
     fetched = -1
-    if PDL:  # lengths, and all keys but the newest, are older than the launch before
-        gdc_wait()
-        gdc_launch_dependents()
+    wait_for_inputs(PDL)  # lengths, and all keys but the newest, are older than the launch before
     while (before < stop) & (sequence < last_sequence):
         kv_len = gl.load(kv_lens_ptr + sequence)
         first_split, last_split, splits, split_len = splits_of_run(kv_len, before, begin, stop, SPLIT_LEN, FEW_SPLITS)
@@ -235,18 +234,7 @@ def few_heads_kernel(
     left_chunks = left._reinterpret(dtype, [STAGES * 4, 64, 64], K)
     right_chunks = right._reinterpret(dtype, [STAGES * 4, 64, 64], K)
     weights = gl.allocate_shared_memory(dtype, [64, BLOCK_H], gl.NVMMASharedLayout(2 * BLOCK_H, 16, 2))
-    BAR: gl.constexpr = mbarrier.MBarrierLayout()
-    full_left = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
-    full_right = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
-    empty_left = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
-    empty_right = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
-    empty_pe = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full_left.index(i), count=1)
-        mbarrier.init(full_right.index(i), count=1)
-        mbarrier.init(empty_left.index(i), count=1)
-        mbarrier.init(empty_right.index(i), count=1)
-        mbarrier.init(empty_pe.index(i), count=1)
+    full_left, full_right, empty_left, empty_right, empty_pe = barriers(STAGES, (1, 1, 1, 1, 1))
     fence_async_shared()
     begin, stop, sequence, last_sequence, before = find_run(
         kv_lens_ptr, num_sequences, num_splits, gl.program_id(0), gl.num_programs(0), SPLIT_LEN, FEW_SPLITS

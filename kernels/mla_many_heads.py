@@ -18,8 +18,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from kernels.barriers import barriers
+from kernels.dependent_launch import wait_for_inputs
 from kernels.mla_pieces import OF_THE_BATCH, bounds, copy_chunks, fetch_queries, rows_of_tile, zero_rows
 
 # s[p] = scale * log2(e) * (q_latent . c[p] + q_pe . k_pe[p]); out = sum_p 2^s[p] c[p] / sum_p 2^s[p];
@@ -286,9 +287,7 @@ def many_heads_kernel(
     BLOCK_H: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    wait_for_inputs(PDL)
     dtype: gl.constexpr = q_latent_ptr.dtype.element_ty
     STAGES: gl.constexpr = 2
     head_tiles = gl.cdiv(num_heads, BLOCK_H)
@@ -301,14 +300,9 @@ def many_heads_kernel(
     right_chunks = right._reinterpret(dtype, [STAGES * 4, 64, 64], K)
     weights = gl.allocate_shared_memory(dtype, [BLOCK_H, 64], K)
     row = gl.allocate_shared_memory(gl.float32, [BLOCK_H], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    BAR: gl.constexpr = mbarrier.MBarrierLayout()
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
-    handed = gl.allocate_shared_memory(gl.int64, [1], BAR)
-    taken = gl.allocate_shared_memory(gl.int64, [1], BAR)
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=2)
+    full, empty = barriers(STAGES, (1, 2))
+    handed = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    taken = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(handed, count=1)
     mbarrier.init(taken, count=1)
     fence_async_shared()

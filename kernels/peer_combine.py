@@ -169,6 +169,9 @@ def _home_kernel(
     program = tl.program_id(0)
     pointer = tl.pointer_type(y_ptr.dtype.element_ty)
     own_first = rank.to(tl.int64) * num_tokens
+    results, tokens = (y_ptr, row_ptr, weights_ptr, stride_y), (home_row_ptr, home_weights_ptr)
+    after = (shared_ptr, residual_ptr, norm_ptr, stride_shared, stride_residual, eps)
+    out, sizes = (out_ptr, sum_ptr), (num_tokens, num_columns)
     if program < num_senders:
         for piece in range(program, (NUM_RANKS - 1) * num_groups, num_senders):
             # Homes take turns, and each rank begins with another: all links are busy all the time.
@@ -176,22 +179,8 @@ def _home_kernel(
             home = (rank + 1 + turn) % NUM_RANKS
             address = tl.load(addresses_ptr + home)
             for tile in range(group * flag_tiles, tl.minimum((group + 1) * flag_tiles, num_tiles)):
-                send_tile(
-                    tl.multiple_of((address + home_at).to(pointer), 16),
-                    y_ptr,
-                    row_ptr,
-                    weights_ptr,
-                    tile,
-                    home.to(tl.int64) * num_tokens,
-                    own_first,
-                    num_tokens,
-                    num_columns,
-                    stride_y,
-                    TOP_K,
-                    SUMS,
-                    BLOCK_R,
-                    BLOCK_D,
-                )
+                home_ptr, first = tl.multiple_of((address + home_at).to(pointer), 16), home.to(tl.int64) * num_tokens
+                send_tile(home_ptr, results, tile, first, own_first, sizes, TOP_K, SUMS, BLOCK_R, BLOCK_D)
             tl.debug_barrier()
             done_ptr = (address + done_at).to(tl.pointer_type(tl.int64)) + own_first + group
             tl.atomic_xchg(done_ptr, epoch, sem="release", scope="sys")
@@ -204,33 +193,11 @@ def _home_kernel(
                 word_ptr = done_ptr + source.to(tl.int64) * num_tokens + group
                 wait_until_done(word_ptr, epoch, stopped_ptr, faults_ptr + source, limit, CLOCK)
             for tile in range(group * flag_tiles, tl.minimum((group + 1) * flag_tiles, num_tiles)):
+                home_ptr = tl.multiple_of((own + home_at).to(pointer), 16)
                 sum_tile(
-                    tl.multiple_of((own + home_at).to(pointer), 16),
-                    y_ptr,
-                    row_ptr,
-                    weights_ptr,
-                    home_row_ptr,
-                    home_weights_ptr,
-                    shared_ptr,
-                    residual_ptr,
-                    norm_ptr,
-                    out_ptr,
-                    sum_ptr,
-                    tile,
-                    own_first,
-                    num_tokens,
-                    num_columns,
-                    stride_y,
-                    stride_shared,
-                    stride_residual,
-                    eps,
-                    NUM_RANKS,
-                    TOP_K,
-                    SUMS,
-                    BLOCK_R,
-                    BLOCK_D,
-                    ROW_D,
-                )
+                    home_ptr, results, tokens, after, out, tile, own_first, sizes,
+                    NUM_RANKS, TOP_K, SUMS, BLOCK_R, BLOCK_D, ROW_D,
+                )  # fmt: skip
     # The next launch is placed only now: its programs would wait in the room that another stream's may need.
     if PDL:
         gdc_launch_dependents()

@@ -3,6 +3,10 @@
 Knows rows, records and buffers; knows neither flags nor who takes which tokens. The maths and the operands are those of
 peer_combine.py. A token's columns go a part at a time, so that several programs fit a multiprocessor; all its rows are
 asked for before the first arrives.
+
+Of the tuples below: `results` is (y_ptr, row_ptr, weights_ptr, y's stride), `tokens` (home_row_ptr, home_weights_ptr),
+`after` (shared_ptr, residual_ptr, norm_ptr, the strides of the first two, eps), `out` (out_ptr, sum_ptr), `sizes`
+(num_tokens, num_columns).
 """
 
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
@@ -33,18 +37,17 @@ def _rows_here(row_ptr, weights_ptr, first, in_batch, stride_y, TOP_K: tl.conste
 @triton.jit
 def _rows_home(
     home_ptr,
-    y_ptr,
-    row_ptr,
-    home_row_ptr,
-    home_weights_ptr,
+    results,
+    tokens,
     first,
     first_own,
     in_batch,
     num_columns,
-    stride_y,
     TOP_K: tl.constexpr,
 ):
     """The same of own choices, whose rows have stayed here or come home: the home lies so many elements from y."""
+    y_ptr, row_ptr, _, stride_y = results
+    home_row_ptr, home_weights_ptr = tokens
     home_at = (home_ptr.to(tl.int64) - y_ptr.to(tl.int64)) // (y_ptr.dtype.element_ty.primitive_bitwidth // 8)
     home_at = tl.multiple_of(home_at, 8)
     places, here, weights = (), (), ()
@@ -80,21 +83,19 @@ def _weighted_sum(y_ptr, rows, d, in_row, TOP_K: tl.constexpr, BLOCK_R: tl.const
 @triton.jit
 def send_tile(
     home_ptr,
-    y_ptr,
-    row_ptr,
-    weights_ptr,
+    results,
     tile,
     first_record,
     first_place,
-    num_tokens,
-    num_columns,
-    stride_y,
+    sizes,
     TOP_K: tl.constexpr,
     SUMS: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
     """What is here of a home's tokens, into its buffer."""
+    y_ptr, row_ptr, weights_ptr, stride_y = results
+    num_tokens, num_columns = sizes
     token = (tile * BLOCK_R + tl.arange(0, BLOCK_R).to(tl.int64))[:, None]
     in_batch = token < num_tokens
     rows = _rows_here(row_ptr, weights_ptr, (first_record + token) * TOP_K, in_batch, stride_y, TOP_K, SUMS)
@@ -132,24 +133,13 @@ def _sums_home(home_row_ptr, first, own, num_tokens, in_batch, num_columns, HOME
 @triton.jit
 def sum_tile(
     home_ptr,
-    y_ptr,
-    row_ptr,
-    weights_ptr,
-    home_row_ptr,
-    home_weights_ptr,
-    shared_ptr,
-    residual_ptr,
-    norm_ptr,
-    out_ptr,
-    sum_ptr,
+    results,
+    tokens,
+    after,
+    out,
     tile,
     own,
-    num_tokens,
-    num_columns,
-    stride_y,
-    stride_shared,
-    stride_residual,
-    eps,
+    sizes,
     NUM_RANKS: tl.constexpr,
     TOP_K: tl.constexpr,
     SUMS: tl.constexpr,
@@ -158,6 +148,10 @@ def sum_tile(
     ROW_D: tl.constexpr,
 ):
     """Own tokens, all of whose results are here; the first of all is record `own`."""
+    y_ptr, row_ptr, weights_ptr, stride_y = results
+    shared_ptr, residual_ptr, norm_ptr, stride_shared, stride_residual, eps = after
+    out_ptr, sum_ptr = out
+    num_tokens, num_columns = sizes
     HOMES: tl.constexpr = NUM_RANKS if NUM_RANKS < TOP_K else TOP_K
     dtype = y_ptr.dtype.element_ty
     token = (tile * BLOCK_R + tl.arange(0, BLOCK_R).to(tl.int64))[:, None]
@@ -165,21 +159,9 @@ def sum_tile(
     first, first_own = token * TOP_K, (own + token) * TOP_K
     if SUMS:
         rows = _rows_here(row_ptr, weights_ptr, first_own, in_batch, stride_y, TOP_K, True)
-        homes, come, stayed = _sums_home(home_row_ptr, first, own, num_tokens, in_batch, num_columns, HOMES)
+        homes, come, stayed = _sums_home(tokens[0], first, own, num_tokens, in_batch, num_columns, HOMES)
     else:
-        rows = _rows_home(
-            home_ptr,
-            y_ptr,
-            row_ptr,
-            home_row_ptr,
-            home_weights_ptr,
-            first,
-            first_own,
-            in_batch,
-            num_columns,
-            stride_y,
-            TOP_K,
-        )
+        rows = _rows_home(home_ptr, results, tokens, first, first_own, in_batch, num_columns, TOP_K)
     for start in range(0, num_columns, BLOCK_D):
         d = start + tl.arange(0, BLOCK_D)[None, :]
         in_row = d < num_columns

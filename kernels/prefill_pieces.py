@@ -13,22 +13,13 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
+# Of the tuples below: `batch` is (query_starts_ptr, query_offsets_ptr, kv_lens_ptr, kv_starts_ptr, pieces_ptr),
+# `counts` (pieces, sequences, tiles of heads), `stages` the barriers (full of keys, of values, empty of keys, of
+# values). attention_prefill_hopper.py says what they point to.
+
 
 @gluon.jit
-def prefill_piece(
-    index,
-    query_starts_ptr,
-    query_offsets_ptr,
-    kv_lens_ptr,
-    kv_starts_ptr,
-    pieces_ptr,
-    num_pieces,
-    num_sequences,
-    head_tiles,
-    PACK: gl.constexpr,
-    WINDOW: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-):
+def prefill_piece(index, batch, counts, PACK: gl.constexpr, WINDOW: gl.constexpr, BLOCK_N: gl.constexpr):
     """(sequence, first head, first row of the chunk, its length, first query of the piece in the chunk, its position,
     and of keys: position of the first in the table, first seen, end in the table, first tile, end of the tiles)
 
@@ -38,6 +29,8 @@ def prefill_piece(
     would wait for it.
     """
     QUERIES: gl.constexpr = 128 // PACK
+    query_starts_ptr, query_offsets_ptr, kv_lens_ptr, kv_starts_ptr, pieces_ptr = batch
+    num_pieces, num_sequences, head_tiles = counts
     turn = index // gl.num_programs(0)
     backwards = (turn % 2 == 1) & ((turn + 1) * gl.num_programs(0) <= num_pieces)
     index = gl.where(backwards, (2 * turn + 1) * gl.num_programs(0) - 1 - index, index)
@@ -102,43 +95,33 @@ def _copy_tile(
 
 @gluon.jit
 def copy_keys_and_values(
-    k_desc,
-    v_desc,
-    rest_desc,
+    descs,
     tables_ptr,
-    query_starts_ptr,
-    query_offsets_ptr,
-    kv_lens_ptr,
-    kv_starts_ptr,
-    pieces_ptr,
-    num_pieces,
-    num_sequences,
-    head_tiles,
-    k_ratio,
-    v_ratio,
-    rest_ratio,
-    stride_kg,
-    stride_vg,
-    stride_tb,
+    batch,
+    counts,
+    ratios,
+    strides,
     key_chunks,
     value_chunks,
-    full_keys,
-    full_values,
-    empty_keys,
-    empty_values,
+    stages,
     GROUP: gl.constexpr,
     PACK: gl.constexpr,
     PAGE: gl.constexpr,
     WINDOW: gl.constexpr,
     REST: gl.constexpr,
 ):
+    """Of each piece the tiles of its kv head. `descs`, `ratios`: of keys, values and the last columns of keys, and rows
+    from block to block; `strides`: between heads of keys, of values, and between tables."""
+    k_desc, v_desc, rest_desc = descs
+    k_ratio, v_ratio, rest_ratio = ratios
+    stride_kg, stride_vg, stride_tb = strides
+    full_keys, full_values, empty_keys, empty_values = stages
     BLOCK_N: gl.constexpr = key_chunks.shape[1]
     tiles = 0
-    for piece in range(gl.program_id(0), num_pieces, gl.num_programs(0)):
+    for piece in range(gl.program_id(0), counts[0], gl.num_programs(0)):
         sequence, head0, _, _, _, _, kv_start, first, kv_end, begin, end = prefill_piece(
-            piece, query_starts_ptr, query_offsets_ptr, kv_lens_ptr, kv_starts_ptr, pieces_ptr, num_pieces,
-            num_sequences, head_tiles, PACK, WINDOW, BLOCK_N,
-        )  # fmt: skip
+            piece, batch, counts, PACK, WINDOW, BLOCK_N
+        )
         kv_head = head0 // GROUP
         table_ptr = tables_ptr + sequence.to(gl.int64) * stride_tb
         first_page, last_page = (first - kv_start) // PAGE, (kv_end - 1 - kv_start) // PAGE
@@ -170,13 +153,14 @@ def fetch_queries(
     query_len,
     in_chunk,
     head0,
-    stride_qt,
-    stride_qh,
+    strides,
     HALF: gl.constexpr,
     PACK: gl.constexpr,
     COUNT: gl.constexpr,
 ):
-    """Begin to copy a group's 64 rows to the chunks from `first_chunk` on; places of rows past the chunk stay as is."""
+    """Begin to copy a group's 64 rows to the chunks from `first_chunk` on; places of rows past the chunk stay as is.
+    `strides`: between q's rows and heads."""
+    stride_qt, stride_qh = strides
     COPY: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     m = HALF * 64 + gl.arange(0, 64, gl.SliceLayout(1, COPY))
     query = in_chunk + m // PACK

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 import triton
@@ -30,7 +30,7 @@ from kernels.checks import (
     uses_triton,
 )
 from kernels.dependent_launch import dependent_launch, wait_for_inputs
-from kernels.expert_choice import choose_experts, expert_places
+from kernels.expert_choice import Choice, choose_experts, expert_places
 from kernels.tiles import num_multiprocessors
 
 
@@ -126,8 +126,8 @@ their own (row_sum.py), so no bit changes."""
 # expert_ids_TK, weights_TK = the top_k of each row of logits_TE, as the header says
 #   logits_TE is the sum of parts_ptr fp32 [P, T, E] over p, ascending, strides stride_p and stride_t (P = 1: as it is)
 #   bias_ptr fp32 [E] or None; real_ptr bool [T] or None; ids_ptr int32 [T, K]; weights_ptr fp32 [T, K]
-#   grid (cdiv(T, BLOCK_T),): a program owns BLOCK_T tokens and all their experts
-#   fp32 throughout. A row lies in BLOCK_G groups of BLOCK_S places, as expert_choice.py wants it
+#   grid (cdiv(T, block_t),): a program owns block_t tokens and all their experts, as CHOICE (expert_choice.py) has them
+#   fp32 throughout
 
 
 # Sizes of the batch are not specialised on: a kernel compiled in the middle of a run would stall it.
@@ -144,32 +144,21 @@ def _route_kernel(
     epsilon,
     scale,
     NUM_PARTS: tl.constexpr,
-    NUM_EXPERTS: tl.constexpr,
-    TOP_K: tl.constexpr,
-    SIGMOID: tl.constexpr,
-    NUM_GROUPS: tl.constexpr,
-    TOPK_GROUPS: tl.constexpr,
-    TOP2_SUM: tl.constexpr,
-    RENORMALIZE: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_G: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    CHOICE: tl.constexpr,
     PDL: tl.constexpr,
 ):
     wait_for_inputs(PDL)
+    BLOCK_T: tl.constexpr = CHOICE.block_t
+    TOP_K: tl.constexpr = CHOICE.top_k
     token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     in_batch = (token < num_tokens)[:, None]
-    _, expert, is_expert = expert_places(NUM_EXPERTS, NUM_GROUPS, BLOCK_G, BLOCK_S)
-    logits = tl.zeros((BLOCK_T, BLOCK_G * BLOCK_S), tl.float32)
+    _, expert, is_expert = expert_places(CHOICE)
+    logits = tl.zeros((BLOCK_T, CHOICE.block_g * CHOICE.block_s), tl.float32)
     for part in tl.static_range(NUM_PARTS):
         part_ptr = parts_ptr + part * stride_p + token.to(tl.int64)[:, None] * stride_t + expert
         logits += tl.load(part_ptr, mask=in_batch & is_expert, other=0.0)
-    ids, weights, _ = choose_experts(
-        logits, in_batch, bias_ptr, None, epsilon, scale,
-        NUM_EXPERTS, TOP_K, SIGMOID, NUM_GROUPS, TOPK_GROUPS, TOP2_SUM, RENORMALIZE, BLOCK_T, BLOCK_G, BLOCK_S, BLOCK_K,
-    )  # fmt: skip
-    choice = tl.arange(0, BLOCK_K)[None, :]
+    ids, weights, _ = choose_experts(logits, in_batch, bias_ptr, None, epsilon, scale, CHOICE)
+    choice = tl.arange(0, CHOICE.block_k)[None, :]
     if real_ptr is not None:
         real = tl.load(real_ptr + token, mask=token < num_tokens, other=0)
         ids = tl.where(real[:, None] != 0, ids, -1)
@@ -196,10 +185,10 @@ def route_parts_triton(parts_PTE: Tensor, bias_E: Tensor | None, rule: RoutingRu
     )
     if num_tokens == 0:
         return routing
-    options = tile_options(rule, num_experts, _MANY_ELEMENTS)
-    if num_tokens < _PROGRAMS * num_multiprocessors(parts_PTE.device) * options["BLOCK_T"]:
-        options = tile_options(rule, num_experts)
-    _route_kernel[(cdiv(num_tokens, options["BLOCK_T"]),)](
+    choice = choice_of(rule, num_experts, _MANY_ELEMENTS)
+    if num_tokens < _PROGRAMS * num_multiprocessors(parts_PTE.device) * choice.block_t:
+        choice = choice_of(rule, num_experts)
+    _route_kernel[(cdiv(num_tokens, choice.block_t),)](
         parts_PTE,
         bias_E,
         real_T,
@@ -210,7 +199,7 @@ def route_parts_triton(parts_PTE: Tensor, bias_E: Tensor | None, rule: RoutingRu
         float(rule.epsilon),
         float(rule.scale),
         NUM_PARTS=num_parts,
-        **options,
+        CHOICE=choice,
         num_warps=1,
         **dependent_launch(parts_PTE),
     )
@@ -218,22 +207,22 @@ def route_parts_triton(parts_PTE: Tensor, bias_E: Tensor | None, rule: RoutingRu
 
 
 @cache
-def tile_options(rule: RoutingRule, num_experts: int, elements: int = _TILE_ELEMENTS) -> dict[str, Any]:
-    """What the kernel is compiled for: the rule, and blocks of it, of E, and of so many scores a warp."""
+def choice_of(rule: RoutingRule, num_experts: int, elements: int = _TILE_ELEMENTS) -> Choice:
+    """What the kernel is compiled for: this rule among E experts, in blocks of so many scores a warp."""
     block_g, block_s = next_power_of_2(rule.num_groups), next_power_of_2(num_experts // rule.num_groups)
-    return {
-        "NUM_EXPERTS": num_experts,
-        "TOP_K": rule.top_k,
-        "SIGMOID": rule.score == "sigmoid",
-        "NUM_GROUPS": rule.num_groups,
-        "TOPK_GROUPS": rule.topk_groups,
-        "TOP2_SUM": rule.group_score == "top2_sum",
-        "RENORMALIZE": rule.renormalize,
-        "BLOCK_T": max(1, elements // (block_g * block_s)),
-        "BLOCK_G": block_g,
-        "BLOCK_S": block_s,
-        "BLOCK_K": next_power_of_2(rule.top_k),
-    }
+    return Choice(
+        num_experts,
+        rule.top_k,
+        rule.score == "sigmoid",
+        rule.num_groups,
+        rule.topk_groups,
+        rule.group_score == "top2_sum",
+        rule.renormalize,
+        block_t=max(1, elements // (block_g * block_s)),
+        block_g=block_g,
+        block_s=block_s,
+        block_k=next_power_of_2(rule.top_k),
+    )
 
 
 def _check_operands(logits_TE: Tensor, bias_E: Tensor | None, rule: RoutingRule, real_T: Tensor | None) -> None:

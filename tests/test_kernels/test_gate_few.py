@@ -21,7 +21,7 @@ from kernels.gate_few import (
 )
 from kernels.pack import pack
 from kernels.rmsnorm import Norm, rmsnorm_residual, rmsnorm_residual_triton
-from kernels.routing import RoutingRule, tile_options
+from kernels.routing import RoutingRule, choice_of
 from tests.aot import ARCHS, aot, compile_ahead
 from tests.compare import assert_same_bits, filled_memory
 
@@ -249,7 +249,8 @@ def test_compiles(arch, normed):
     names = ("counter_ptr", "slot_of_ptr", "ids_ptr", "row_token_ptr", "packed_row_ptr", "offsets_ptr", "counters_ptr")
     numbers = dict.fromkeys(("num_tokens", "width", "stride_x", "stride_w", "num_slots"), "i32")
     args: dict[str, object] = pointers | dict.fromkeys(names, "*i32") | numbers | {"epsilon": "fp32", "scale": "fp32"}
-    args |= tile_options(GROUPED, 256) | {"NUM_PARTS": 28, "BLOCK_T": 8, "BLOCK_N": 32, "BINS": 256, "PART": PART}
+    choice = choice_of(GROUPED, 256)._replace(block_t=8)
+    args |= {"CHOICE": choice, "NUM_PARTS": 28, "BLOCK_N": 32, "BINS": 256, "PART": PART}
     args |= dict.fromkeys(("residual_ptr", "norm_ptr"), "*bf16" if normed else None)
     args |= {"y_ptr": "*bf16", "sum_ptr": "*bf16", "stride_residual": "i32", "eps": "fp32"}
     args |= {"NORM_ROWS": 2 if normed else 1, "NORM_COLUMNS": 4096, "PDL": arch >= 90}

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kernels import grouped_gemm_specialized
-from kernels.grouped_gemm_specialized import _grouped_gemm_specialized_kernel, launch_options
+from kernels.grouped_gemm_specialized import ProductTile, _grouped_gemm_specialized_kernel, launch_options
 from kernels.grouped_gemm_swapped import _grouped_gemm_swapped_kernel
 from kernels.grouped_gemm_tma import _grouped_gemm_tma_kernel, tma_serves
 from kernels.tiles import grouped_rule, tile_of_name
@@ -33,18 +33,20 @@ def test_compiles(arch, name, swiglu, gathered):
     tile, products = tile_of_name(name), 1 + swiglu
     args: dict[str, object] = {"num_columns": "i32", "width": "i32", "num_slots": "i32"}
     args |= {"offsets_ptr": "*i32", "y_ptr": "*bf16", "stride_y": "i32", "index_ptr": "*i32" if gathered else None}
-    args |= {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k}
-    args |= {"SWIGLU": swiglu, "GROUP_M": 8, "SLOT_STEP": 1 + gathered, "PDL": True}
+    args |= {"PDL": True}
+    blocks = (tile.block_m, tile.block_n, tile.block_k)
     if tile.form in ("specialized", "swapped"):
         swapped = tile.form == "swapped"
         args |= {"x": "*bf16" if gathered else box("bf16", 16 if swapped else tile.block_m, tile.block_k)}
         args |= {"w_desc": box("bf16", 128 // products if swapped else tile.block_n, tile.block_k)}
-        args |= {"STAGES": tile.num_stages, "stride_x8": "i32"}
-        if not swapped:
-            args |= {"GROUP_N": 1 if gathered else 2}
+        group_n = 1 if swapped or gathered else 2
+        product_tile = ProductTile(swiglu, *blocks, 8, 1 + gathered, tile.num_stages, group_n)
+        args |= {"TILE": product_tile, "stride_x8": "i32"}
         kernel = _grouped_gemm_swapped_kernel if swapped else _grouped_gemm_specialized_kernel
         compile_gluon_ahead(kernel, args, num_warps=tile.num_warps)
         return
+    args |= dict(zip(("BLOCK_M", "BLOCK_N", "BLOCK_K"), blocks)) | {"SWIGLU": swiglu, "GROUP_M": 8}
+    args |= {"SLOT_STEP": 1 + gathered}
     args |= {"x": "*bf16" if gathered else f"tensordesc<bf16[{tile.block_m}, {tile.block_k}]>"}
     args |= {"w_desc": f"tensordesc<bf16[{products}, {tile.block_n}, {tile.block_k}]>", "BLOCK_S": 128, "EVEN": True}
     args |= {"stride_x": "i32"}

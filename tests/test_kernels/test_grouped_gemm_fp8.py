@@ -19,7 +19,7 @@ from kernels.grouped_gemm_fp8 import (
     grouped_gemm_swiglu_quantized,
 )
 from kernels.grouped_gemm_fp8_resident import ResidentTile
-from kernels.grouped_gemm_fp8_specialized import SpecializedTile, _fp8_specialized_kernel
+from kernels.grouped_gemm_fp8_specialized import Fp8ProductTile, SpecializedTile, _fp8_specialized_kernel
 from kernels.grouped_gemm_fp8_tma import ManyRowsTile, _many_rows_kernel
 from kernels.quantize import (
     FP8,
@@ -342,8 +342,8 @@ def test_compiles_for_many_rows(arch, parts):
 def test_compiles_with_warps_that_load(tile, parts):
     args: dict[str, object] = {"x_scale_ptr": "*fp32", "w_scale_ptr": "*fp32", "offsets_ptr": "*i32", "y_ptr": "*bf16"}
     args |= {"x_desc": box("fp8e4nv", 64, 128), "w_desc": box("fp8e4nv", 128 // parts, 128), "stride_y": "i32"}
-    args |= {"num_columns": "i32", "width": "i32", "num_slots": "i32", "num_x_rows": "i32", "PARTS": parts}
-    args |= {"GROUPS": tile.num_groups, "STAGES": tile.num_stages, "GROUP_M": 8, "SLOT_STEP": 1, "PDL": True}
+    args |= {"num_columns": "i32", "width": "i32", "num_slots": "i32", "num_x_rows": "i32", "PDL": True}
+    args |= {"TILE": Fp8ProductTile(parts, tile.num_groups, 8, 1, tile.num_stages)}
     compile_gluon_ahead(_fp8_specialized_kernel, args)
 
 

@@ -11,7 +11,7 @@ from triton.experimental.gluon import language as gl
 from kernels.fp8_tiles import FewRowsTile
 from kernels.grouped_gemm_fp8 import grouped_gemm_fp8_triton, grouped_gemm_swiglu_quantized
 from kernels.grouped_gemm_fp8_resident import ResidentTile, _fp8_resident_kernel
-from kernels.grouped_gemm_fp8_swiglu import _fp8_swiglu_kernel, launch_swiglu_quantized
+from kernels.grouped_gemm_fp8_swiglu import SwigluTile, _fp8_swiglu_kernel, launch_swiglu_quantized
 from kernels.quantize import FP8, Quantized, dequantize_rows, quantize_rows, quantize_rows_reference
 from tests.aot import aot
 from tests.compare import assert_same_bits
@@ -122,8 +122,8 @@ def test_compiles_the_quantised_product(gather):
     args: dict[str, object] = {"x": "*fp8e4nv" if gather else box("fp8e4nv", 64, 128), "x_scale_ptr": "*fp32"}
     args |= {"w_desc": box("fp8e4nv", 128, 128), "w_scale_ptr": "*fp32", "offsets_ptr": "*i32", "num_rows": "i32"}
     args |= {"index_ptr": "*i32" if gather else None, "q_ptr": "*fp8e4nv", "scale_ptr": "*fp32", "num_columns": "i32"}
-    args |= {"width": "i32", "num_slots": "i32", "num_x_rows": "i32", "H_DTYPE": gl.bfloat16, "TINIEST": 1e-30}
-    args |= {"GROUP_M": 8, "SLOT_STEP": 1, "STAGES": 4, "LAG": 200, "PDL": True}
+    args |= {"width": "i32", "num_slots": "i32", "num_x_rows": "i32", "PDL": True}
+    args |= {"TILE": SwigluTile(gl.bfloat16, 1e-30, 8, 1, 4, 200)}
     compile_gluon_ahead(_fp8_swiglu_kernel, args)
 
 
