@@ -22,6 +22,10 @@ RESUMES = ("auto", "require", "never", "force", "true", "false")
 REGIMES = ("off", "auto", "cache", "stream")
 DISPATCHERS = ("auto", "local", "all_to_all", "all_gather", "one_sided", "deep_ep")
 
+# Beyond these the system's waits and sizes overflow, long after they have lost their meaning.
+MOST_SECONDS = 1_000_000_000
+MOST_BYTES = 1_000_000_000  # in GiB or MiB, as the key says
+
 
 class Range(NamedTuple):
     """From `low` (above it, if open) to `high`, which None leaves open."""
@@ -51,8 +55,16 @@ SAMPLING_RANGES = {
 
 
 def freeze(config: Config) -> Config:
-    """Check `config`, then close it and its sections against any later change. Returns the same object."""
+    """Check `config`, write its paths as texts, then close it and its sections against any later change. Returns the
+    same object."""
     check(config)
+    for each in known_keys():
+        section, _, name = each.name.rpartition(".")
+        owner = getattr(config, section) if section else config
+        value = getattr(owner, name)
+        text = [_as_text(item) for item in value] if isinstance(value, list) else _as_text(value)
+        if text != value:
+            setattr(owner, name, text)
     for section in (*vars(config).values(), config):
         if isinstance(section, Section):
             object.__setattr__(section, "_frozen", True)
@@ -114,8 +126,8 @@ def _check_engine(config: Config) -> None:
     _number("engine.max_batched_tokens", engine.max_batched_tokens, 1)
     _number("engine.prefill_chunk", engine.prefill_chunk, 1)
     _number("engine.mla_workspace_tokens", engine.mla_workspace_tokens, 1)
-    _number("engine.capture_seconds", engine.capture_seconds, 0)
-    _number("engine.step_timeout_s", engine.step_timeout_s, 0, low_open=True)
+    _number("engine.capture_seconds", engine.capture_seconds, 0, MOST_SECONDS)
+    _number("engine.step_timeout_s", engine.step_timeout_s, 0, MOST_SECONDS, low_open=True)
     _number("engine.force_preempt_every", engine.force_preempt_every, 0)
     if engine.prefill_chunk is not None and engine.prefill_chunk > engine.max_batched_tokens:
         raise ValueError(
@@ -132,16 +144,16 @@ def _check_engine(config: Config) -> None:
 def _check_cache(config: Config) -> None:
     cache = config.cache
     _number("cache.block_size", cache.block_size, 1, 256)
-    _number("cache.num_blocks", cache.num_blocks, 1)
+    _number("cache.num_blocks", cache.num_blocks, 1, 2**31 - 1)  # tables of blocks are of 32 bits
     _number("cache.memory_fraction", cache.memory_fraction, 0, 1, low_open=True)
-    _number("cache.cpu_gb", cache.cpu_gb, 0, low_open=True)
+    _number("cache.cpu_gb", cache.cpu_gb, 0, MOST_BYTES, low_open=True)
     if config.parallel.dispatcher == "deep_ep" and config.parallel.combine == "exact":
         raise ValueError(
             "parallel.dispatcher=deep_ep sums rows on their way, which parallel.combine=exact rules out; give "
             "parallel.combine=fast, or another dispatcher."
         )
     _number("parallel.row_cap", config.parallel.row_cap, 1)
-    _number("parallel.timeout_s", config.parallel.timeout_s, 0, low_open=True)
+    _number("parallel.timeout_s", config.parallel.timeout_s, 0, MOST_SECONDS, low_open=True)
     _number("parallel.overlap_rows", config.parallel.overlap_rows, 2)
     if config.parallel.overlap_rows is not None and config.parallel.overlap != "halves":
         raise ValueError(
@@ -165,7 +177,7 @@ def _check_balance(config: Config) -> None:
     _number("balance.interval", balance.interval, 0)
     _number("balance.window", balance.window, 1)
     _number("balance.layers_per_step", balance.layers_per_step, 1)
-    _number("balance.buffer_mb", balance.buffer_mb, 0, low_open=True)
+    _number("balance.buffer_mb", balance.buffer_mb, 0, MOST_BYTES, low_open=True)
     _number("balance.redundant_experts", balance.redundant_experts, 0)
     _number("balance.profile_steps", balance.profile_steps, 1)
     for name in ("plan", "profile", "load_file"):
@@ -191,8 +203,8 @@ def _check_offload(config: Config) -> None:
     _one_of("offload.regime", offload.regime, REGIMES)
     _one_of("offload.tier", offload.tier, ("host", "disk"))
     _number("offload.slots_per_layer", offload.slots_per_layer, 0)
-    _number("offload.gpu_gb", offload.gpu_gb, 0, low_open=True)
-    _number("offload.host_gb", offload.host_gb, 0, low_open=True)
+    _number("offload.gpu_gb", offload.gpu_gb, 0, MOST_BYTES, low_open=True)
+    _number("offload.host_gb", offload.host_gb, 0, MOST_BYTES, low_open=True)
     _number("offload.tokens_per_seq", offload.tokens_per_seq, 1)
     beside = {
         name: getattr(offload, name) for name in ("slots_per_layer", "gpu_gb", "host_gb", "tokens_per_seq", "tier")
@@ -241,7 +253,7 @@ def _check_job(config: Config) -> None:
     _number("job.limit", config.job.limit, 1)
     _one_of("job.resume", config.job.resume, RESUMES)
     _number("job.max_errors", config.job.max_errors, 0)
-    _number("job.line_timeout_s", config.job.line_timeout_s, 0, low_open=True)
+    _number("job.line_timeout_s", config.job.line_timeout_s, 0, MOST_SECONDS, low_open=True)
     _number("job.shards", config.job.shards, 1, 99_999)
     if config.job.retry_errors and config.job.resume_mode == "never":
         raise ValueError(
@@ -249,7 +261,7 @@ def _check_job(config: Config) -> None:
             "one of them."
         )
     _check_input(config)
-    _number("job.report_every_s", config.job.report_every_s, 0, low_open=True)
+    _number("job.report_every_s", config.job.report_every_s, 0, MOST_SECONDS, low_open=True)
     if config.job.report == "":
         raise ValueError("job.report='' is empty; leave the key out or give a folder.")
 
@@ -258,7 +270,7 @@ def _check_input(config: Config) -> None:
     job = config.job
     _one_of("job.order", job.order, ("auto", "file", "prefix"))
     _number("job.look_ahead", job.look_ahead, 1)
-    _number("job.look_ahead_mb", job.look_ahead_mb, 0, low_open=True)
+    _number("job.look_ahead_mb", job.look_ahead_mb, 0, MOST_BYTES, low_open=True)
     if "" in job.more_input:
         raise ValueError(f"job.more_input={job.more_input} has an empty name; leave it out.")
     if job.more_input and config.input in (None, "-"):
@@ -298,6 +310,10 @@ def _has_type(value: object, base: str) -> bool:
     if isinstance(value, bool) or base == "bool":
         return isinstance(value, bool) and base == "bool"
     return isinstance(value, {"str": str | os.PathLike, "int": Integral, "float": Real}[base])
+
+
+def _as_text(value: object) -> object:
+    return os.fspath(value) if isinstance(value, os.PathLike) else value
 
 
 def _one_of(name: str, value: str, choices: tuple[str, ...]) -> None:

@@ -26,8 +26,9 @@ from configs.checks import freeze
 from configs.schema import Config, known_keys
 from launch.overrides import PRESET, check_argument, check_name, check_value, flatten, set_raw
 
-PATH_KEYS = ("model", "tokenizer", "input", "output")
-JOB_PATH_KEYS = ("report", "chat_template")
+# A chat template may be the template's own text, which no "~" begins.
+PATH_KEYS = ("model", "tokenizer", "input", "output", "cache.scales", "job.report", "job.chat_template")
+PATH_KEYS += ("balance.plan", "balance.profile", "balance.load_file")
 FLAGS = (
     ("--input PATH", "input, as typed: no character has a meaning of its own; again: one more in job.more_input"),
     ("--output PATH", "output, the same way"),
@@ -163,10 +164,19 @@ def _load_file(path: Path) -> dict[str, Any]:
         raise ValueError(f"--config {path} holds no mapping of keys; write it as `sampling:` / `  temperature: 0`.")
     keys = {str(name): value for name, value in loaded.items()}
     where = f" in {path}"
-    for name, value in flatten({name: value for name, value in keys.items() if name != PRESET}):
-        if check_name(name, where) is not None or value is not None:
+    nested: dict[str, Any] = {PRESET: keys.pop(PRESET)} if PRESET in keys else {}
+    seen: set[str] = set()
+    for name, value in flatten(keys):
+        key = check_name(name, where)
+        if key is not None or value is not None:
             check_value(name, value, where)
-    return keys
+        if name in seen:
+            raise ValueError(f"{name} stands twice{where}: by its whole name and in its group; leave one out.")
+        seen.add(name)
+        if key is not None:  # by its whole name (`sampling.n: 2`) or in its group, as one likes
+            group, _, last = name.rpartition(".")
+            (nested.setdefault(group, {}) if group else nested)[last] = value
+    return nested
 
 
 def _check_preset(name: str) -> None:
@@ -183,12 +193,10 @@ def _to_config(composed: DictConfig) -> Config:
     except OmegaConfBaseException as error:
         raise ValueError(str(error).splitlines()[0]) from error
     assert isinstance(config, Config), f"the schema composed to {type(config).__name__}"
-    for name in PATH_KEYS:
-        if (value := getattr(config, name)) is not None and value.startswith("~"):
-            setattr(config, name, os.path.expanduser(value))
-    for name in JOB_PATH_KEYS:
-        # A chat template may be the template's own text, which no "~" begins.
-        if (value := getattr(config.job, name)) is not None:
-            setattr(config.job, name, os.path.expanduser(value))
+    for key in PATH_KEYS:
+        section, _, name = key.rpartition(".")
+        owner = getattr(config, section) if section else config
+        if (value := getattr(owner, name)) is not None:
+            setattr(owner, name, os.path.expanduser(value))
     config.job.more_input = [os.path.expanduser(name) for name in config.job.more_input]
     return freeze(config)

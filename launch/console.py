@@ -6,6 +6,8 @@ Everything but the table and the answers shown goes to standard error. Knows pro
 from __future__ import annotations
 
 import logging
+import os
+import sys
 import time
 from collections.abc import Callable
 from types import TracebackType
@@ -24,6 +26,18 @@ PLAIN_EVERY_S = 5.0
 LIVE_EVERY_S = 0.2
 
 logger = logging.getLogger(__name__)
+
+
+def stand_in_for_closed_streams() -> None:
+    """Where this process was started without standard output or error (`>&-`, some schedulers), the null device stands
+    for it; also under its number, which a file of the job's would get otherwise, and with it all that is printed."""
+    for number in (0, 1, 2):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # the lowest number that is free
+    sys.stdout = sys.stdout or os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
+    sys.stderr = sys.stderr or os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
 
 
 def set_up_logging(console: Console, *, quiet: bool = False) -> None:

@@ -29,7 +29,7 @@ from expert_parallel.faults import end_process
 from expert_parallel.group import RankValues, refuse
 from launch.check_lines import check_lines, dry_run
 from launch.command_line import compose_config, help_text, parse
-from launch.console import print_report, set_up_logging, set_up_rank_logging
+from launch.console import print_report, set_up_logging, set_up_rank_logging, stand_in_for_closed_streams
 from launch.crew import Several, Single
 from launch.job_run import JobEnd, JobRun
 from launch.stop_signals import Interrupted, StopSignals, signal_name
@@ -54,6 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
     words = sys.argv[1:] if argv is None else list(argv)
     rank = int(os.environ.get("RANK", "0"))
+    stand_in_for_closed_streams()
     try:
         line = parse(words)
         if line.show_help:
@@ -181,12 +182,14 @@ def _conclude(config: Config, files: JobFiles, end: JobEnd, monitor: Monitor) ->
 
 @contextlib.contextmanager
 def _shown() -> Iterator[None]:
-    """Around what is only shown. Where its reader has gone, as `| head` does, the job is whole all the same, and its
-    exit code says so."""
+    """Around what is only shown. Where its reader has gone, as `| head` does, or its disk is full, the job is whole all
+    the same, and its exit code says so."""
     try:
         yield
         sys.stdout.flush()
-    except (BrokenPipeError, SystemExit):  # rich makes the second of the first
+    except (OSError, SystemExit) as error:  # rich makes the second of a broken pipe
+        if not isinstance(error, BrokenPipeError | SystemExit):
+            logger.warning("the summary cannot be shown: %s", error.strerror or error)
         os.dup2(os.open(os.devnull, os.O_WRONLY), STDOUT)  # Python's own flush at the end would fail as well
 
 

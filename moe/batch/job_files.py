@@ -13,6 +13,11 @@ from moe.batch.report_files import check_report_folder
 from moe.batch.run_files import RunFiles
 from moe.batch.sources import Source
 
+# Names under which nobody expects JSONL.
+OTHER_FORMS = frozenset(
+    (".gz", ".zst", ".bz2", ".xz", ".zip", ".tar", ".tgz", ".csv", ".tsv", ".xlsx", ".arrow", ".db")
+)
+
 
 @dataclass(frozen=True)
 class JobFiles:
@@ -32,6 +37,8 @@ class JobFiles:
 def job_files(config: Config) -> JobFiles:
     """The job's files. ValueError where one is wrong: missing, of the wrong kind, or another one's name."""
     source = Source.open(config)
+    if config.output is not None:
+        _check_name(config.output)
     output = Path(config.output) if config.output is not None else _default_output(config, source)
     run = RunFiles(output, config.job.shards)
     _check_output(output, source, run)
@@ -53,6 +60,21 @@ def _default_output(config: Config, source: Source) -> Path:
     for suffix in (".gz", ".zst", ".jsonl", ".json", ".parquet"):
         name = name.removesuffix(suffix) or name
     return Path(f"{name}.answers.jsonl")
+
+
+def _check_name(name: str) -> None:
+    """ValueError where a name asks for something else than a file of records: it would hold them all the same."""
+    if name == "-":
+        raise ValueError(
+            "output=- is no file: answers are not written to standard output. Give a name (./- for this one)."
+        )
+    if name.endswith(os.sep):
+        raise ValueError(f"output={name} is a folder's name; give the name of a file in it.")
+    if Path(name).suffix.lower() in OTHER_FORMS:
+        raise ValueError(
+            f"output={name} asks by its name for a form that is not written: there are JSONL and .parquet. Give "
+            "such a name, and pack or convert the file when it is whole."
+        )
 
 
 def _check_output(output: Path, source: Source, run: RunFiles) -> None:

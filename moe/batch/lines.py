@@ -111,7 +111,10 @@ class LineParser:
         self._faults: list[str] = []
         # Kept for all lines: making one takes longer than reading a short line.
         decoder = json.JSONDecoder(
-            parse_constant=self._no_constant, parse_float=self._finite, object_pairs_hook=self._no_twins
+            parse_constant=self._no_constant,
+            parse_float=self._finite,
+            parse_int=self._whole,
+            object_pairs_hook=self._no_twins,
         )
         self._scan, self._decode = decoder.raw_decode, decoder.decode
 
@@ -178,6 +181,13 @@ class LineParser:
             return value
         self._faults.append("a number is too large: beyond 1.8e308")  # as an id it could not be written back
         return None
+
+    def _whole(self, text: str) -> int | None:
+        try:
+            return int(text)
+        except ValueError:  # Python's own limit, which its message would have the reader of a record lift
+            self._faults.append(f"a number is too large: {len(text):,} digits")
+            return None
 
     def _no_twins(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         record = dict(pairs)

@@ -48,7 +48,7 @@ class LineOutput:
 
 def is_parquet(output: Path) -> bool:
     """Whether the output's name asks for Parquet."""
-    return output.suffix == ".parquet"
+    return output.suffix.lower() == ".parquet"
 
 
 def put_together(files: RunFiles, fingerprint: dict[str, str], seen: Ledger) -> int:

@@ -69,6 +69,8 @@ class Source:
         """Find and check what `config` names. ValueError: which input, what is wrong with it, the way out."""
         columns = column_mapping(config.job.columns)
         if config.input == STANDARD_INPUT:
+            if sys.stdin is None:  # as Python says that the process was given none
+                raise ValueError("input=- is standard input, which is closed; pipe lines into it, or give a file.")
             return cls((_Input(None),), columns)
         if config.input is None:
             return cls((_Input(DEMO_PROMPTS),), columns)
@@ -220,7 +222,7 @@ def _matching(key: str, name: str) -> list[Path]:
         return [Path(name)]
     matches = sorted(glob.glob(name, recursive=True))
     if not matches:
-        raise ValueError(f"{key}={name} matches no file; check the pattern (~ and variables are not filled in).")
+        raise ValueError(f"{key}={name} matches no file; check the pattern (variables are not filled in).")
     return [Path(match) for match in matches]
 
 

@@ -42,6 +42,9 @@ def render(
     for name in ("tokenize", "conversation", "chat_template", "return_tensors", "return_dict", "padding", "truncation"):
         if name in given["kwargs"]:
             raise ValueError(f"chat_template_kwargs has {name!r}, which is no variable of a template; leave it out.")
+    for name in ("messages", "tools", "add_generation_prompt", "continue_final_message"):
+        if name in given["kwargs"]:
+            raise ValueError(f"chat_template_kwargs has {name!r}, which is given beside it; give it there alone.")
     try:
         text = tokenizer.apply_chat_template(
             given["messages"],
@@ -97,6 +100,8 @@ def _part_text(at: int, part: object) -> str:
     if isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str):
         return part["text"]
     kind = part.get("type") if isinstance(part, Mapping) else part
+    if kind == "text":
+        raise ValueError(f"messages[{at}].content has a part of type 'text' whose text is no string.")
     raise ValueError(f"messages[{at}].content has a part of type {kind!r}; only text parts are supported.")
 
 

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import logging
 import time
+import weakref
 
 from configs.schema import Config
 from expert_parallel.group import Ranks
@@ -125,6 +126,7 @@ class Engine:
         self.balance = Balance(config.balance, network, parts.model, network.load, parts.ranks, mover)
         self.stats = EngineStats(kv_blocks_total=self.plan.num_blocks)
         self.watchdog = Watchdog(engine.step_timeout_s)
+        weakref.finalize(self, self.watchdog.end)  # who drops an engine that was not closed leaves no thread behind
         several = parts.ranks is not None and parts.ranks.everyone.size > 1
         self.in_step: InStep = Together(parts.ranks.everyone) if parts.ranks is not None and several else Alone()
         self.expects_more = False

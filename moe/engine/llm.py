@@ -17,6 +17,7 @@ from rich.progress import Progress
 from configs.checks import freeze
 from configs.schema import CacheConfig, Config, EngineConfig, SamplingConfig, changed_keys
 from configs.torchrun import rank_environment
+from moe.engine.ambient import own_modes
 from moe.engine.engine import Engine
 from moe.engine.memory_plan import MemoryPlan
 from moe.engine.parts import Parts
@@ -123,7 +124,8 @@ class LLM:
         self._team = _team(self.config, parts)
         try:
             ranks = None if self._team is None else self._team.ranks
-            self._shared = SharedEngine(Engine(self.config, parts=parts, ranks=ranks))
+            with own_modes():
+                self._shared = SharedEngine(Engine(self.config, parts=parts, ranks=ranks))
         except Exception as error:
             if self._team is not None:
                 self._team.abandon(error, lives_on=True)
@@ -262,7 +264,10 @@ class LLM:
         return self.get_tokenizer().encode_prompt(text)
 
     def _next_id(self) -> str:
-        return f"request-{next(self._numbers)}"
+        """Not one that a caller of `stream` has chosen."""
+        while self._shared.is_asked(name := f"request-{next(self._numbers)}"):
+            pass
+        return name
 
     def _request(self, request_id: str, prompt: PromptIds, params: SamplingParams) -> Request:
         seed = self.config.sampling.seed

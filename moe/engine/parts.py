@@ -216,6 +216,12 @@ def _warn_of_tokenizer(tokenizer: Tokenizer, folder: Path, model: ModelConfig) -
             SamplingParams.from_layers({name: value})
         except ValueError as error:
             logger.warning("generation_config.json of %s fails chats that do not give %s: %s", folder, name, error)
+    if tokenizer.not_honoured:
+        said = ", ".join(f"{name}={value!r}" for name, value in tokenizer.not_honoured.items())
+        logger.warning(
+            "generation_config.json of %s asks chats for %.200s, which is not offered here: they are answered without",
+            *(folder, said),
+        )
 
 
 def load_parts(config: Config, ranks: Ranks | None = None) -> Parts:

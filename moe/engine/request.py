@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import time
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
@@ -56,6 +56,10 @@ class SamplingParams:
     truncate_prompt_tokens: int | None = None  # keep only the last so many prompt tokens
 
     def __post_init__(self) -> None:
+        for name in ("stop", "stop_token_ids"):
+            value = getattr(self, name)
+            if isinstance(value, Iterator):  # it can be read once, and the checks would leave nothing of it
+                object.__setattr__(self, name, list(value))
         self.check()
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
         object.__setattr__(self, "stop", stop)
@@ -255,6 +259,11 @@ def _shown(value: float) -> str:
     return text if len(text) <= 40 else f"{text[:20]}... ({len(text)} digits)"
 
 
+def _shown_key(key: object) -> str:
+    text = repr(key)
+    return text if len(text) <= 40 else f"{text[:20]}..."
+
+
 def _check_stops(stop: object, stop_token_ids: object, detokenize: bool) -> None:
     texts = [stop] if isinstance(stop, str) else stop
     if not isinstance(texts, Iterable) or isinstance(texts, bytes | Mapping):
@@ -281,12 +290,15 @@ def _check_bias(logit_bias: object) -> None:
     if not isinstance(logit_bias, Mapping):
         raise ValueError(f"logit_bias={logit_bias!r} must map token ids to numbers.")
     for key, value in logit_bias.items():
-        if isinstance(key, bool) or not (isinstance(key, int) or (isinstance(key, str) and key.isdecimal())):
-            raise ValueError(f"logit_bias has key {key!r}, which is no token id.")
+        digits = isinstance(key, str) and key.isascii() and key.isdecimal() and len(key) < 20
+        if isinstance(key, bool) or not (isinstance(key, int) or digits):
+            raise ValueError(f"logit_bias has key {_shown_key(key)}, which is no token id.")
         _check_int("logit_bias key", int(key), Range(0))
         if value is None:
             raise ValueError(f"logit_bias[{key}]=None is no number.")
         _check_float(f"logit_bias[{key}]", value, Range(-100, 100))
+    if len(set(map(int, logit_bias))) < len(logit_bias):
+        raise ValueError(f"logit_bias={dict(logit_bias)!r} names one token id twice, in two spellings; give it once.")
 
 
 def _check_names(values: Mapping[str, Any]) -> None:

@@ -21,6 +21,7 @@ from kernels.decode_inputs import Places
 from kernels.sample import sample_argmax
 from kv_cache.pool import KVPool
 from moe.engine.agreement import Agreement
+from moe.engine.ambient import own_modes
 from moe.engine.cuda_graphs import DecodeGraphs
 from moe.engine.in_flight import InFlight, PromptRows
 from moe.engine.network import Network
@@ -67,6 +68,9 @@ class Runner:
     @torch.inference_mode()
     def launch(self, schedule: Schedule, agreed: Agreement, enter: Callable[[str], None]) -> InFlight:
         """Start one step; `enter` is told each stage that begins."""
+        if torch.is_autocast_enabled(self.device.type):
+            with own_modes():
+                return self.launch(schedule, agreed, enter)
         enter("prepare")
         if not schedule.num_tokens:
             self._join(agreed, enter)

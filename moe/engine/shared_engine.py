@@ -127,6 +127,10 @@ class SharedEngine:
                     found |= {output.request_id: output for output in engine.step()}
         return [found[request.request_id] for request in requests]
 
+    def is_asked(self, request_id: str) -> bool:
+        """Whether a request of that id is being answered."""
+        return request_id in self._boxes
+
     def abort(self, request_id: str) -> bool:
         """False where no such request runs."""
         self.check_open()

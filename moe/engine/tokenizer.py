@@ -13,7 +13,8 @@ message, tool or template variable stays plain text (see chat.py), unless `allow
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from moe.engine import chat
 from moe.engine.detokenizer import Detokenizer, TokenTexts
 from moe.model.checkpoint_file import is_named, read_small
 
+EOS = "eos_token_id"
 # generation_config's name of a sampling default, and ours.
 GENERATION_FIELDS = {
     "temperature": "temperature",
@@ -32,6 +34,16 @@ GENERATION_FIELDS = {
     "min_p": "min_p",
     "repetition_penalty": "repetition_penalty",
     "max_new_tokens": "max_tokens",
+}
+# What else it may say of an answer's tokens, and nothing here does; beside null, zero and empty, what asks for nothing.
+_NOT_HONOURED: dict[str, tuple[float, ...]] = {
+    **dict.fromkeys(("min_new_tokens", "min_length", "stop_strings", "bad_words_ids", "sequence_bias"), ()),
+    **dict.fromkeys(("suppress_tokens", "begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id"), ()),
+    **dict.fromkeys(("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "diversity_penalty"), ()),
+    **dict.fromkeys(("epsilon_cutoff", "eta_cutoff", "top_h", "penalty_alpha", "dola_layers"), ()),
+    **dict.fromkeys(("exponential_decay_length_penalty", "watermarking_config", "force_words_ids"), ()),
+    **dict.fromkeys(("typical_p", "encoder_repetition_penalty", "guidance_scale"), (1,)),
+    **dict.fromkeys(("num_beams", "num_beam_groups", "num_return_sequences"), (1,)),
 }
 
 
@@ -73,6 +85,12 @@ class Tokenizer:
         generation = _read_json(self.folder / "generation_config.json")
         self.eos_ids = _eos_ids(config, generation, self.hf)
         self.generation_defaults = _generation_defaults(generation)
+        # Of generation_config, what chats do not get; whoever makes an engine says so.
+        self.not_honoured = {
+            name: generation[name]
+            for name, neutral in _NOT_HONOURED.items()
+            if generation.get(name) and generation[name] not in neutral
+        }
 
     @property
     def bos_id(self) -> int | None:
@@ -87,7 +105,12 @@ class Tokenizer:
         """Ids of a plain prompt; see the rule on the start token above."""
         if not isinstance(text, str):
             raise ValueError(f"prompt={text!r} must be a string; give token ids as prompt_token_ids.")
-        return self._one_bos(self.hf.encode(text, add_special_tokens=True))
+        return self._one_bos(self._encode(text, add_special_tokens=True))
+
+    def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Not verbose: transformers would warn of the tokenizer's own longest text, which is not the engine's."""
+        with _characters_of(text):
+            return self.hf.encode(text, add_special_tokens=add_special_tokens, verbose=False)
 
     def render_chat(
         self,
@@ -125,10 +148,11 @@ class Tokenizer:
             control_tokens=() if self._allow_special else self.control_tokens,
         )
         if not rendered.plain:
-            return self._one_bos(self.hf.encode(rendered.text, add_special_tokens=False))
+            return self._one_bos(self._encode(rendered.text, add_special_tokens=False))
         if self._plain is None:
             self._plain = _PlainEncoder(self.texts.backend)
-        return self._one_bos(self._plain.encode(rendered))
+        with _characters_of(rendered.text):
+            return self._one_bos(self._plain.encode(rendered))
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of ids, exactly as a Detokenizer gives it in pieces."""
@@ -199,6 +223,22 @@ class _PlainEncoder:
         return [self._id_of.get(i, i) for i in ids]
 
 
+@contextmanager
+def _characters_of(text: str) -> Iterator[None]:
+    """ValueError where encoding failed for what is no character; Python's texts may hold such, a line's may not."""
+    try:
+        yield
+    except TypeError:
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise ValueError(
+                f"the text holds half of a surrogate pair, {text[error.start]!r} at place {error.start}, which is no "
+                "character; read the bytes it came from with errors='replace'."
+            ) from None
+        raise
+
+
 def truncate_prompt(ids: Sequence[int], truncate_prompt_tokens: int | None) -> list[int]:
     """The last `truncate_prompt_tokens` ids, start token or not; None keeps all."""
     return list(ids) if truncate_prompt_tokens is None else list(ids[-truncate_prompt_tokens:])
@@ -223,9 +263,13 @@ def check_ids(ids: Sequence[int], vocab_size: int) -> None:
 def _eos_ids(config: dict, generation: dict, hf: PreTrainedTokenizerBase) -> tuple[int, ...]:
     """The union of all sources: each file may list one id, several or none, and they disagree in real checkpoints."""
     found: set[int] = set()
-    for value in (config.get("eos_token_id"), generation.get("eos_token_id"), hf.eos_token_id):
-        ids = value if isinstance(value, list) else [value]
-        found.update(token_id for token_id in ids if isinstance(token_id, int))
+    files = {"config.json": config, "generation_config.json": generation, "the tokenizer": {EOS: hf.eos_token_id}}
+    for file, said in files.items():
+        value = said.get(EOS)
+        ids = value if isinstance(value, list) else [] if value is None else [value]
+        if any(isinstance(token_id, bool) or not isinstance(token_id, int) for token_id in ids):
+            raise ValueError(f"{file}: {EOS}={value!r} must be a token id or a list of token ids.")
+        found.update(ids)
     return tuple(sorted(found))
 
 

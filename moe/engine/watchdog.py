@@ -21,7 +21,7 @@ class Watchdog:
     """A daemon thread that logs once per hang of more than `timeout_s` seconds in one stage.
 
     `enter` names the stage that begins, and counts as progress; `leave` says that no step runs, so that an idle
-    engine is never reported. `close` ends the thread; closing twice is fine.
+    engine is never reported. `end` tells the thread to end, `close` waits for it too; closing twice is fine.
     """
 
     def __init__(self, timeout_s: float) -> None:
@@ -48,10 +48,14 @@ class Watchdog:
         with self._condition:
             self._stage, self._request_ids = None, ()
 
-    def close(self) -> None:
+    def end(self) -> None:
+        """Waits for nothing, for the collector of garbage may call it from any thread, the watchdog's own included."""
+        self._closed = True
         with self._condition:
-            self._closed = True
             self._condition.notify_all()
+
+    def close(self) -> None:
+        self.end()
         self._thread.join()
 
     @property

@@ -102,7 +102,9 @@ def _read_index(file: Path) -> dict[str, str]:
         raise ValueError(f"{file} of {len(text)} bytes has no usable weight_map; fetch it again.")
     outside = sorted({name for name in weight_map.values() if Path(name).name != name})
     if outside:
-        raise ValueError(f"{file} names files outside its folder: {listed(outside)}; such an index is not followed.")
+        raise ValueError(
+            f"{file} names files by a path: {listed(outside)}; they must lie beside it, named by their names alone."
+        )
     return weight_map
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 import pytest
 
 from configs.schema import Config, JobConfig
 from moe.batch.job_files import job_files
+from moe.batch.output import is_parquet
 from moe.batch.run_files import RunFiles
 
 
@@ -48,6 +50,28 @@ def test_names_by_default_and_what_is_refused(tmp_path: Path, monkeypatch: pytes
         config.output = output
         with pytest.raises(ValueError, match=f"output={output} is a pipe or a device"):
             job_files(config)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("-", "is no file: answers are not written to standard output"),
+        ("folder/", "is a folder's name"),
+        ("a.jsonl.gz", "asks by its name for a form that is not written: there are JSONL and .parquet"),
+        ("a.JSONL.ZST", "asks by its name for a form"),
+        ("a.csv", "asks by its name for a form"),
+    ],
+)
+def test_a_name_that_asks_for_something_else_is_refused(tmp_path: Path, name: str, said: str) -> None:
+    """What would lie under it is JSONL, which whoever reads such a name takes for damaged."""
+    source = tmp_path / "in.jsonl"
+    source.write_text("{}\n")
+    with pytest.raises(ValueError, match=f"^output={re.escape(name)} {re.escape(said)}"):
+        job_files(Config(input=str(source), output=name))
+
+
+def test_parquet_is_asked_for_in_capitals_too() -> None:
+    assert is_parquet(Path("A.PARQUET")) and is_parquet(Path("a.parquet")) and not is_parquet(Path("parquet"))
 
 
 def test_a_shard_is_not_the_input(tmp_path: Path) -> None:

@@ -215,6 +215,13 @@ def test_parquet_on_standard_input_is_refused(monkeypatch: pytest.MonkeyPatch) -
         next(Source.open(config_of("-")).lines())
 
 
+def test_a_standard_input_that_is_closed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As under a scheduler that gives a process none: a wrong command, told before anything is loaded."""
+    monkeypatch.setattr(sys, "stdin", None)
+    with pytest.raises(ValueError, match=r"^input=- is standard input, which is closed; pipe lines into it"):
+        Source.open(config_of("-"))
+
+
 def test_the_demos_prompts_are_the_default() -> None:
     source = Source.open(config_of(None))
     assert source.paths == (DEMO_PROMPTS,) and len(records(list(source.lines()))) > 1

@@ -33,6 +33,13 @@ def test_numbers_of_other_libraries_and_paths_are_values() -> None:
     )
 
 
+def test_paths_are_texts_once_closed() -> None:
+    """Whoever reads a key of a closed config joins, hashes and prints it as a text."""
+    config = freeze(changed(model=Path("folder"), job__report=Path("r"), job__more_input=[Path("a"), "b"], input="c"))
+    assert (config.model, config.job.report, config.job.more_input) == ("folder", "r", ["a", "b"])
+    assert freeze(config).model == "folder"
+
+
 def test_experts_in_host_memory_have_keys_that_go_together() -> None:
     for beside in ({}, {"offload__gpu_gb": 3.0}, {"offload__slots_per_layer": 0}, {"offload__tokens_per_seq": 640}):
         check(changed(offload__regime="auto", offload__host_gb=200.0, **beside))
@@ -55,6 +62,16 @@ def test_experts_in_host_memory_have_keys_that_go_together() -> None:
         ({"cache__memory_fraction": None}, "cache.memory_fraction=None is no value for this key; it takes a number."),
         ({"sampling__stop": ["a", 5]}, "sampling.stop=['a', 5] is no value for this key; it takes a list of texts."),
         ({"model": 5}, "model=5 is no value for this key; it takes text."),
+        (
+            {"engine__step_timeout_s": 1e12},
+            "engine.step_timeout_s=1000000000000.0 is out of range; give a value above 0 to",
+        ),
+        ({"job__line_timeout_s": 1e300}, "job.line_timeout_s=1e+300 is out of range"),
+        ({"cache__cpu_gb": 1e300}, "cache.cpu_gb=1e+300 is out of range; give a value above 0 to 1000000000"),
+        (
+            {"cache__num_blocks": 2**31},
+            "cache.num_blocks=2147483648 is out of range; give a value from 1 to 2147483647",
+        ),
         ({"dtype": "fp16"}, "dtype='fp16' is unknown; give auto or bfloat16 or float16 or float32."),
         ({"load_format": "pickle"}, "load_format='pickle' is unknown"),
         ({"quantization": "int4"}, "quantization='int4' is unknown; give auto or none or fp8."),
@@ -63,7 +80,7 @@ def test_experts_in_host_memory_have_keys_that_go_together() -> None:
         ({"engine__device": "tpu"}, "engine.device='tpu' is unknown"),
         ({"engine__max_model_len": 0}, "engine.max_model_len=0 is out of range; give a value from 2 up."),
         ({"engine__max_num_seqs": 0}, "engine.max_num_seqs=0 is out of range"),
-        ({"engine__step_timeout_s": 0.0}, "engine.step_timeout_s=0.0 is out of range; give a value above 0."),
+        ({"engine__step_timeout_s": 0.0}, "engine.step_timeout_s=0.0 is out of range; give a value above 0 to 1"),
         ({"engine__prefill_chunk": 17000}, "engine.prefill_chunk=17000 exceeds engine.max_batched_tokens=16384"),
         ({"sampling__temperature": -1.0}, "sampling.temperature=-1.0 is out of range"),
         ({"sampling__temperature": float("nan")}, "sampling.temperature=nan is out of range"),

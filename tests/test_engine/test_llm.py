@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import logging
 import threading
@@ -187,6 +188,14 @@ def test_leaving_a_stream_early_gives_its_blocks_back(llm: LLM) -> None:
     assert llm.engine.cache.allocator.num_used == 0 and llm.engine.num_unfinished == 0
 
 
+def test_an_id_that_a_stream_chose_is_not_given_to_another_call(llm: LLM) -> None:
+    stream = llm.stream([1, 2], PARAMS, request_id="request-1")
+    next(stream)
+    outputs = llm.generate([[3], [4]], PARAMS)
+    assert [output.request_id for output in outputs] == ["request-0", "request-2"]
+    assert list(stream)[-1].finished
+
+
 def test_abort_from_the_loop_and_from_another_thread(llm: LLM) -> None:
     long = SamplingParams(max_tokens=400, temperature=0.0, ignore_eos=True)
     outputs = []
@@ -267,6 +276,35 @@ def test_a_closed_llm_says_so(folder: Path) -> None:
     for call in calls:
         with pytest.raises(RuntimeError, match="this LLM is closed"):
             call()
+
+
+def test_an_llm_that_is_dropped_leaves_no_thread(folder: Path) -> None:
+    """As in a notebook, where a second one takes the name of the first."""
+    llm = make(folder)
+    llm.generate([1], PARAMS)
+    thread = llm.engine.watchdog._thread
+    assert thread.is_alive()
+    del llm
+    gc.collect()
+    thread.join(5)
+    assert not thread.is_alive()
+
+
+def test_modes_of_the_calling_thread_change_nothing() -> None:
+    """Made in inference mode, asked outside of it; asked under autocast, whose keys a later call would find cached."""
+    params = SamplingParams(max_tokens=4, temperature=0.0, logprobs=1)
+    options: dict[str, Any] = {"device": "cpu", "num_blocks": 16, "max_model_len": 64}
+    with LLM("demo", **options) as plain:
+        expected = plain.generate(["In the beginning"], params)[0].outputs
+    with torch.inference_mode():
+        llm = LLM("demo", **options)
+    with llm:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert llm.generate(["In the beginning"], params)[0].outputs == expected
+            assert torch.is_autocast_enabled("cpu")
+        assert llm.generate(["In the beginning"], params)[0].outputs == expected
+    with torch.autocast("cpu", dtype=torch.bfloat16), LLM("demo", **options) as llm:
+        assert llm.generate(["In the beginning"], params)[0].outputs == expected
 
 
 def test_a_failed_step_reaches_the_caller(folder: Path) -> None:

@@ -115,6 +115,20 @@ def test_sampling_defaults_that_chats_will_fail_by_are_said_at_the_start(
     assert [each.startswith(text) for each in caplog.messages] == [True] and no_weights
 
 
+def test_what_chats_do_not_get_of_a_generation_config_is_said_at_the_start(
+    tmp_path: Path, no_weights: list[object], caplog: pytest.LogCaptureFixture
+) -> None:
+    """transformers would follow these; values that ask for nothing are no news."""
+    asked = {"no_repeat_ngram_size": 3, "bad_words_ids": [[7]], "typical_p": 0.9, "min_new_tokens": 4}
+    neutral = {"num_beams": 1, "guidance_scale": 1.0, "suppress_tokens": [], "stop_strings": None, "top_h": None}
+    folder = copied_demo(tmp_path, generation_config=asked | neutral | {"temperature": 0.5})
+    with caplog.at_level(logging.WARNING):
+        parts.load_parts(Config(model=str(folder), engine=EngineConfig(device="cpu")))
+    said = "min_new_tokens=4, bad_words_ids=[[7]], no_repeat_ngram_size=3, typical_p=0.9"
+    text = f"generation_config.json of {folder} asks chats for {said}, which is not offered here"
+    assert caplog.messages == [f"{text}: they are answered without"] and no_weights
+
+
 @pytest.mark.parametrize("key", ["profile", "load_file"])
 def test_files_that_cannot_be_written_later_are_refused_before_the_weights(
     key: str, no_weights: list[object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

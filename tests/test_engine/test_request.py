@@ -51,6 +51,10 @@ REFUSED = (
     ({"logit_bias": {3: 101}}, "logit_bias[3]=101"),
     ({"logit_bias": {3: math.nan}}, "logit_bias[3]=nan"),
     ({"logit_bias": {3: -(10**400)}}, "logit_bias[3]=-1"),
+    ({"logit_bias": {"9" * 5000: 1}}, "logit_bias has key '9999999999999999999..., which is no token id"),
+    ({"logit_bias": {"٣": 1}}, "logit_bias has key '٣'"),
+    ({"logit_bias": {"3": 1, "03": 2}}, "logit_bias={'3': 1, '03': 2} names one token id twice"),
+    ({"logit_bias": {"3": 1, 3: 2}}, "logit_bias={'3': 1, 3: 2} names one token id twice"),
 )
 
 
@@ -89,6 +93,14 @@ def test_forms_are_made_one() -> None:
     assert dataclasses.replace(params, n=2).stop == ("END",)
     with pytest.raises(dataclasses.FrozenInstanceError):
         params.n = 3  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_what_can_be_read_once_is_kept() -> None:
+    """A generator that only the check had read would end no answer."""
+    params = SamplingParams(stop=(text for text in ("a", "b")), stop_token_ids=iter([3, 4]))  # pyright: ignore
+    assert params.stop == ("a", "b") and params.stop_token_ids == (3, 4)
+    with pytest.raises(ValueError, match="stop has 3"):
+        SamplingParams(stop=iter(["a", 3]))  # pyright: ignore
 
 
 def test_merged_fills_only_what_is_not_set() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -208,6 +209,16 @@ def test_end_ids_are_the_union_of_all_sources(tmp_path: Path) -> None:
     assert Tokenizer(tmp_path).eos_ids == (2, 9) and Tokenizer(tmp_path).generation_defaults == {}
 
 
+@pytest.mark.parametrize("value", ["</s>", [2, "</s>"], True, 2.0])
+def test_an_end_that_is_no_id_is_refused_not_left_out(tmp_path: Path, value: object) -> None:
+    save(tmp_path, train(byte_level=True), eos_token="</s>")
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": value}))
+    with pytest.raises(
+        ValueError, match=r"^generation_config\.json: eos_token_id=.* must be a token id or a list of token"
+    ):
+        Tokenizer(tmp_path)
+
+
 def test_another_folders_tokenizer_keeps_the_models_end_ids(tmp_path: Path, folder: Path) -> None:
     (tmp_path / "config.json").write_text('{"eos_token_id": 7}')
     assert Tokenizer(tmp_path, tokenizer_folder=folder).eos_ids == (2, 7)
@@ -245,6 +256,27 @@ def test_decode_is_what_the_detokenizer_gives(tokenizer: Tokenizer) -> None:
         assert text == tokenizer.hf.decode(ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False)
 
 
+@pytest.mark.parametrize("content", ["a\ud800", "</s>\udfff"])
+def test_half_of_a_surrogate_pair_is_named(tokenizer: Tokenizer, content: str) -> None:
+    """A text read with errors="surrogateescape", say; the library's own TypeError speaks of its inputs' classes."""
+    half = ascii(content[-1]).replace("\\", r"\\")
+    with pytest.raises(ValueError, match=rf"^the text holds half of a surrogate pair, {half} at place "):
+        tokenizer.encode_prompt(content)
+    with pytest.raises(ValueError, match=r"^the text holds half of a surrogate pair"):
+        tokenizer.render_chat([{"role": "user", "content": content}])
+
+
+def test_a_long_prompt_is_no_warning_of_transformers(tmp_path: Path, folder: Path) -> None:
+    """Its own limit is the tokenizer's model_max_length, and it would speak of indexing errors that cannot be."""
+    shutil.copytree(folder, tmp_path / "short")
+    file = tmp_path / "short" / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"model_max_length": 4}))
+    tokenizer = Tokenizer(tmp_path / "short")
+    assert tokenizer.hf.model_max_length == 4
+    assert len(tokenizer.encode_prompt("hi " * 20)) > 4 and len(tokenizer.render_chat(HI)) > 4
+    assert not [name for name in tokenizer.hf.deprecation_warnings if "longer-than" in name]  # what it has warned of
+
+
 def test_truncation_keeps_the_last_tokens() -> None:
     assert truncate_prompt([1, 2, 3], 2) == [2, 3] and truncate_prompt([1, 2], 5) == [1, 2]
     assert truncate_prompt([1, 2], None) == [1, 2]
@@ -275,6 +307,7 @@ def test_ids_the_model_lacks_are_refused() -> None:
             r"messages\[1\] of role 'system' has no content; it has role, con",
         ),
         ([{"role": "user", "content": [{"type": "image_url"}]}], "part of type 'image_url'; only text"),
+        ([{"role": "user", "content": [{"type": "text"}]}], "part of type 'text' whose text is no string"),
     ],
 )
 def test_messages_of_the_wrong_form(tokenizer: Tokenizer, messages, words: str) -> None:
@@ -287,6 +320,9 @@ def test_wrong_tools_and_variables(tokenizer: Tokenizer) -> None:
         tokenizer.render_chat(HI, ["f"])  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match="chat_template_kwargs has 'tokenize'"):
         tokenizer.render_chat(HI, chat_template_kwargs={"tokenize": True})
+    for name in ("messages", "tools", "add_generation_prompt", "continue_final_message"):
+        with pytest.raises(ValueError, match=f"^chat_template_kwargs has '{name}', which is given beside it"):
+            tokenizer.render_chat(HI, chat_template_kwargs={name: True})
     with pytest.raises(ValueError, match="prompt=3 must be a string"):
         tokenizer.encode_prompt(3)  # pyright: ignore[reportArgumentType]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import shlex
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -184,6 +185,16 @@ def test_later_wins(tmp_path: Path) -> None:
     assert composed().engine.max_num_seqs is None  # nothing stays behind from one composition to the next
 
 
+def test_a_files_keys_may_have_their_whole_names(tmp_path: Path) -> None:
+    """As the docs, --help and every message write them."""
+    file = tmp_path / "job.yaml"
+    file.write_text("sampling.n: 3\nsampling: {temperature: 0.5}\nmodel: m\nsampling.stop: [a]\nengine: null\n")
+    config = composed("--config", str(file))
+    assert (config.sampling.n, config.sampling.temperature, config.sampling.stop, config.model) == (3, 0.5, ["a"], "m")
+    file.write_text("sampling.n: 3\nsampling: {n: 2}\n")
+    assert f"sampling.n stands twice in {file}" in refused("--config", str(file))
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -245,11 +256,16 @@ def test_every_preset_is_tested_and_documented() -> None:
     assert all(f"`{name}`" in DOCS.read_text("utf-8") for name in preset_names())
 
 
-def test_help_and_docs_name_every_key() -> None:
-    text, docs = help_text("launch.generate"), DOCS.read_text("utf-8")
+def test_help_and_docs_say_the_same_of_every_key() -> None:
+    """Each row of the docs has the default, the type and the meaning that --help prints."""
+    text = help_text("launch.generate")
+    cells = [line.strip().strip("|").split(" | ") for line in DOCS.read_text("utf-8").splitlines()]
+    rows = {row[0].strip(" `"): tuple(cell.strip() for cell in row[1:]) for row in cells if len(row) == 4}
     for key in known_keys():
         assert f"{key.name}=" in text, key.name
-        assert f"`{key.name}`" in docs, f"{key.name} is missing in docs/command_line.md"
+        is_word = key.default is None or isinstance(key.default, bool)
+        default = {"None": "null"}.get(str(key.default), str(key.default).lower()) if is_word else str(key.default)
+        assert rows.get(key.name) == (default, key.words, key.help), f"{key.name} in docs/command_line.md"
 
 
 def test_composing_leaves_folder_and_loggers_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -264,5 +280,8 @@ def test_a_tilde_is_filled_in_for_the_jobs_files_and_left_in_a_template_text() -
     config = compose_config(parse(["--set", "job.report=~/r.json", "--set", "job.chat_template=~/t.jinja"]))
     assert config.job.report == str(Path("~/r.json").expanduser())
     assert config.job.chat_template == str(Path("~/t.jinja").expanduser())
+    for name in ("cache.scales", "balance.plan", "balance.profile", "balance.load_file"):
+        config = compose_config(parse(["cache.dtype=fp8-layer", "--set", f"{name}=~/x.json"]))
+        assert attrgetter(name)(config) == str(Path("~/x.json").expanduser())
     text = "{{ messages[0].content }} ~"
     assert compose_config(parse(["--set", f"job.chat_template={text}"])).job.chat_template == text

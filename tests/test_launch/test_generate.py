@@ -306,6 +306,22 @@ def test_a_job_whose_reader_has_gone_is_whole_and_says_so(input_words: list[str]
     assert json.loads(Path("report/metrics.json").read_text("utf-8"))["outcome"] == "complete"
 
 
+@pytest.mark.parametrize("streams", [">/dev/full", ">&- 2>&-"])
+def test_a_job_that_cannot_show_its_summary_is_whole_and_says_so(streams: str) -> None:
+    """A log on a disk that is full; a scheduler that gives a process no streams."""
+    write("in.jsonl", {"prompt": "And"})
+    words = [sys.executable, "-m", "launch.generate", "input=in.jsonl", "output=out.jsonl", *FAST]
+    done = subprocess.run(
+        ["sh", "-c", f'exec "$@" {streams}', "sh", *words],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stderr=subprocess.PIPE,
+        check=False,
+    )
+    assert done.returncode == generate.OK and b"Traceback" not in done.stderr, done.stderr
+    assert len(read("out.jsonl")) == 1
+    assert (b"the summary cannot be shown: No space left on device" in done.stderr) == ("full" in streams)
+
+
 def test_help_and_cfg(capsys: pytest.CaptureFixture[str]) -> None:
     assert generate.main(["--help"]) == generate.OK
     assert "sampling.temperature=null" in capsys.readouterr().out

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
+from transformers import DeepseekV3Config
 
 from kernels.routing import RoutingRule
 from moe.model.config import GQAConfig, MLAConfig
@@ -289,6 +290,44 @@ def test_yarn_factors_equal_transformers(tmp_path: Path, variant: str):
     assert config.softmax_scale == pytest.approx(model.model.layers[0].self_attn.scaling, rel=1e-6)
 
 
+def test_linear_rope_has_deepseeks_mscale_too(tmp_path: Path) -> None:
+    """Whatever the kind of scaling, as DeepSeek's own code and transformers do."""
+    rope = {"rope_type": "linear", "rope_theta": 5000.0, "factor": 3.0, "mscale_all_dim": 0.7}
+    for family in ("deepseek_v2", "deepseek_v3"):
+        model = write_tiny(tmp_path / family, family, rope_parameters=rope)
+        config = read_config(tmp_path / family)
+        assert config.softmax_scale == pytest.approx(48**-0.5 * (0.07 * math.log(3) + 1) ** 2, rel=1e-12)
+        assert config.softmax_scale == pytest.approx(model.model.layers[0].self_attn.scaling, rel=1e-6)
+        assert config.rope.attention_factor == model.model.rotary_emb.attention_scaling == 1.0
+
+
+def test_rope_scaling_counts_beside_an_empty_rope_parameters_and_must_not_differ_from_a_full_one() -> None:
+    """A model card says "add rope_scaling", and the file has transformers 5's field already."""
+    yarn = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+    alone = parse_config(QWEN3 | {"rope_scaling": yarn})
+    assert alone.rope.scaling == "yarn" and alone.rope.theta == 1e6
+    for empty in ({}, None):
+        assert parse_config(QWEN3 | {"rope_scaling": yarn, "rope_parameters": empty}) == alone
+    whole = {name: value for name, value in yarn.items() if name != "type"} | {"rope_type": "yarn", "rope_theta": 1e6}
+    assert parse_config(QWEN3 | {"rope_scaling": yarn, "rope_parameters": whole}) == alone
+    for fields, differing in (
+        ({"rope_type": "default", "rope_theta": 1e6}, "rope_type, factor, original_max_position_embeddings"),
+        (whole | {"factor": 2.0}, "factor"),
+    ):
+        with pytest.raises(
+            ValueError, match=f"has rope_parameters and rope_scaling, and they differ in {differing}; keep"
+        ):
+            parse_config(QWEN3 | {"rope_scaling": yarn, "rope_parameters": fields})
+
+
+def test_what_a_deepseek_v3_leaves_out_is_as_in_transformers() -> None:
+    names = ("n_group", "topk_group", "routed_scaling_factor", "norm_topk_prob")
+    ours = parse_config({name: value for name, value in DEEPSEEK_V3.items() if name not in names}).moe.rule
+    theirs = DeepseekV3Config()
+    assert (ours.num_groups, ours.topk_groups) == (theirs.n_group, theirs.topk_group) == (8, 4)
+    assert (ours.scale, ours.renormalize) == (theirs.routed_scaling_factor, theirs.norm_topk_prob) == (2.5, True)
+
+
 def test_C32_the_tie_flag_may_sit_in_text_config():
     inner = parse_config({"model_type": "outer", "text_config": MIXTRAL | {"tie_word_embeddings": True}})
     assert inner.tie_embeddings and inner.vocab_size == 32000
@@ -327,6 +366,10 @@ def test_C05_a_router_that_cannot_be_is_refused_when_the_config_is_read(fields: 
         ),
         (QWEN3 | {"rope_parameters": {"rope_type": "llama3"}}, "rope_parameters.rope_type='llama3' is not supported"),
         (MIXTRAL | {"rope_scaling": {"type": "linear"}}, "config.json: rope_scaling has no factor"),
+        (
+            QWEN3 | {"rope_parameters": {"full_attention": {"rope_type": "yarn", "factor": 4.0}}},
+            "rope_parameters.full_attention is an object of its own; one rope for all layers is supported",
+        ),
         (MIXTRAL | {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 is not supported"),
         (MIXTRAL | {"rope_theta": 0}, "rope_theta=0 must be a finite number above 0"),
         (MIXTRAL | {"rope_scaling": {"type": "linear", "factor": 0}}, "rope_scaling: factor=0 must be .* above 0"),

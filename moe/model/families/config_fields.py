@@ -149,8 +149,14 @@ class ConfigFields:
         The cos/sin factor is resolved here: for yarn, mscale(factor, mscale) / mscale(factor, mscale_all_dim) where
         both are given, else mscale(factor).
         """
-        source = "rope_parameters" if self.values.get("rope_parameters") is not None else "rope_scaling"
+        source = self._rope_source()
         scaling = ConfigFields(self.section(source) or {}, f"config.json: {source}")
+        for name, value in scaling.values.items():
+            if isinstance(value, Mapping):
+                raise ValueError(
+                    f"config.json: {source}.{name} is an object of its own; one rope for all layers is supported: give "
+                    f"its fields in {source} itself."
+                )
         kind = scaling.value("rope_type", "type", default="default")
         if kind not in ("default", "linear", "yarn"):
             raise ValueError(
@@ -166,13 +172,14 @@ class ConfigFields:
         base = scaling.number("rope_theta", default=own_base, positive=True)
         if kind == "default":
             return RopeConfig(base, dim, interleaved=interleaved, attention_factor=1.0)
+        mscale, all_dim = scaling.number("mscale", default=0.0), scaling.number("mscale_all_dim", default=0.0)
         if kind == "linear":
             factor = scaling.number("factor", positive=True)
-            return RopeConfig(base, dim, "linear", factor, interleaved=interleaved, attention_factor=1.0)
+            linear = RopeConfig(base, dim, "linear", factor, interleaved=interleaved, attention_factor=1.0)
+            return replace(linear, mscale_all_dim=all_dim or None)
         original = scaling.value("original_max_position_embeddings", default=max_positions)
         original = self.integer("original_max_position_embeddings", default=original)
         factor = scaling.number("factor", default=max_positions / original, positive=True)
-        mscale, all_dim = scaling.number("mscale", default=0.0), scaling.number("mscale_all_dim", default=0.0)
         rope = RopeConfig(
             theta=base,
             dim=dim,
@@ -187,6 +194,22 @@ class ConfigFields:
             interleaved=interleaved,
         )
         return replace(rope, attention_factor=scaling.number("attention_factor", default=attention_factor(rope)))
+
+    def _rope_source(self) -> str:
+        """The field with the rope's own fields: transformers 5 writes one, 4 the other, and whoever stretches a context
+        adds the second to a file that has the first. ValueError where they say different things: no rule for which
+        counts, and whose rope_theta, would be what was meant everywhere."""
+        new, old = self.section("rope_parameters") or {}, self.section("rope_scaling") or {}
+        if not new or not old:
+            return "rope_scaling" if old else "rope_parameters"
+        said = {"rope_type" if name == "type" else name: value for name, value in old.items()}
+        differing = [name for name, value in said.items() if new.get(name) != value]
+        if differing:
+            raise ValueError(
+                f"config.json has rope_parameters and rope_scaling, and they differ in {', '.join(differing)}; keep "
+                "one: rope_parameters holds all of it, rope_type and rope_theta too."
+            )
+        return "rope_parameters"
 
     def _present(self, names: tuple[str, ...]) -> str:
         return next((name for name in names if name in self.values), names[0])

@@ -16,7 +16,7 @@ _EPSILON = 1e-20  # added to the sum that the chosen weights are divided by
 
 
 def parse(fields: ConfigFields) -> ModelConfig:
-    """The softmax scale is (nope + rope)^-0.5 times YaRN's squared mscale_all_dim, where the config has one."""
+    """The softmax scale is (nope + rope)^-0.5 times the rope's squared mscale_all_dim, where it scales and has one."""
     family = fields.value("model_type")
     fields.only("hidden_act", ("silu",), "silu")
     fields.only("mlp_bias", (False,), False)
@@ -111,16 +111,17 @@ def _v2_router(fields: ConfigFields) -> _Router:
 
 
 def _v3_router(fields: ConfigFields) -> _Router:
+    """What the file does not say is DeepSeek-V3's own, as in transformers."""
     fields.only("scoring_func", ("sigmoid",), "sigmoid")
     fields.only("topk_method", ("noaux_tc",), "noaux_tc")
     rule = RoutingRule(
         top_k=fields.integer("num_experts_per_tok"),
         score="sigmoid",
-        num_groups=fields.integer("n_group", default=1),
-        topk_groups=fields.integer("topk_group", default=1),
+        num_groups=fields.integer("n_group", default=8),
+        topk_groups=fields.integer("topk_group", default=4),
         group_score="top2_sum",
         renormalize=fields.flag("norm_topk_prob", default=True),
         epsilon=_EPSILON,
-        scale=fields.number("routed_scaling_factor", default=1.0),
+        scale=fields.number("routed_scaling_factor", default=2.5),
     )
     return _Router(rule, correction_bias=True)
