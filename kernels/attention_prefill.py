@@ -287,7 +287,7 @@ def attention_prefill_reference(
     sequence_I, query_IQ, row_IQ, inside_IQ = _query_blocks(query_starts_B1.long(), query_offsets_B.long())
     num_items = sequence_I.shape[0]
     if num_items == 0:
-        lse_TH = torch.full((num_tokens, num_heads), float("-inf"), device=device)
+        lse_TH = torch.full((num_tokens, num_heads), float("-inf"), dtype=torch.float32, device=device)
         return _place(out_THV, (num_tokens, num_heads, value_width), out_dtype, device).zero_(), lse_TH
     q_IQHC = q_THC[row_IQ].float().masked_fill(~inside_IQ[..., None, None], 0.0)
     q_IGMQC = q_IQHC.view(num_items, _REFERENCE_QUERIES, num_kv_heads, group, width).permute(0, 2, 3, 1, 4)

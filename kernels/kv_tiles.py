@@ -8,6 +8,7 @@ of keys starts at the same absolute position, and a tile that holds nothing for 
 from __future__ import annotations
 
 from math import gcd
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -84,9 +85,10 @@ class OnlineSoftmax:
     """Softmax-weighted sum of values over tiles of keys, in order, in fp32: `items` blocks of `rows` queries."""
 
     def __init__(self, items: int, rows: int, width: int, device: torch.device) -> None:
-        self.max_IM = torch.full((items, rows), float("-inf"), device=device)
-        self.total_IM = torch.zeros(items, rows, device=device)
-        self.sum_IMV = torch.zeros(items, rows, width, device=device)
+        fp32: dict[str, Any] = {"dtype": torch.float32, "device": device}
+        self.max_IM = torch.full((items, rows), float("-inf"), **fp32)
+        self.total_IM = torch.zeros(items, rows, **fp32)
+        self.sum_IMV = torch.zeros(items, rows, width, **fp32)
 
     def add(self, live_I: Tensor, scores_IMW: Tensor, values_IWV: Tensor) -> None:
         """One tile for the items `live_I` (ascending, distinct). A score of -inf is no key; values there are finite."""

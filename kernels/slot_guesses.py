@@ -144,7 +144,7 @@ def guess_ahead_reference(places: Places, expert_ids: Tensor, last_1: Tensor | N
     ids = expert_ids if last_1 is None else expert_ids[: int(last_1)]
     guessed = torch.isin(places.part("expert_of"), ids)
     places.part("guessed").copy_(guessed)
-    trust = places.shares_S1[-1] if guessed.any() else torch.zeros(())
+    trust = places.shares_S1[-1] if guessed.any() else places.shares_S1.new_zeros(())
     expected_S = torch.where(guessed, trust, 0.0) + (1 - trust) * places.shares_S1[:-1]
     steps = (expected_S * STEPS.value).int().tolist()
     missing = ((expected_S > FETCH_FROM) & (place_of < 0)).nonzero()[:, 0].tolist()

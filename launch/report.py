@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from launch.words import asks_for_help
 from moe.batch.page import render_page
 from moe.batch.report_files import METRICS, PAGE
 from moe.engine.whole_file import write_whole
@@ -22,9 +23,10 @@ OK, FAULT, USAGE = 0, 1, 2
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
     words = sys.argv[1:] if argv is None else list(argv)
-    if len(words) != 1 or words[0] in ("-h", "--help"):
+    asked = asks_for_help(words)
+    if len(words) != 1 or asked:
         print(__doc__)
-        return OK if words and words[0] in ("-h", "--help") else USAGE
+        return OK if asked else USAGE
     source = Path(words[0])
     if source.is_dir():
         source /= METRICS

@@ -41,7 +41,15 @@ from launch.tile_trials import (
     tune_point,
     write_table,
 )
-from launch.words import number_above_zero, output_file, positives, refuse, split_list, unknown_word
+from launch.words import (
+    asks_for_help,
+    number_above_zero,
+    output_file,
+    positives,
+    refuse,
+    split_list,
+    unknown_word,
+)
 from moe.engine.whole_file import write_whole
 
 PRODUCTS: tuple[Product, ...] = ("gemm1", "gemm2")
@@ -191,6 +199,9 @@ def print_outcomes(outcomes: Sequence[Outcome], console: Console) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Sweep, print, write. 2: a wrong command line, or no GPU."""
     words = sys.argv[1:] if argv is None else list(argv)
+    if asks_for_help(words):
+        print(__doc__)
+        return 0
     try:
         own = read_words(words)
         shapes = [layer_shape(text) for text in split_list(own.get("shapes", "qwen3,mixtral,dsv3-ep8"))]

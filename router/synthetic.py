@@ -46,7 +46,7 @@ def skewed_routing(
     if num_groups > topk_groups:
         draws_TE = _in_best_groups(draws_TE, num_groups, topk_groups)
     expert_ids_TK = draws_TE.topk(top_k, dim=1).indices
-    weights_TK = torch.rand(num_tokens, top_k, generator=generator) + 0.1
+    weights_TK = torch.rand(num_tokens, top_k, generator=generator, dtype=torch.float32) + 0.1
     weights_TK /= weights_TK.sum(dim=1, keepdim=True)
     return Routing(expert_ids_TK.to(torch.int32).to(device), weights_TK.to(device))
 
@@ -62,4 +62,4 @@ def _in_best_groups(draws_TE: Tensor, num_groups: int, topk_groups: int) -> Tens
 def one_expert_routing(num_tokens: int, expert: int, *, device: torch.device | str = "cpu") -> Routing:
     """The worst case: every token goes to one expert, with weight 1."""
     ids_TK: Tensor = torch.full((num_tokens, 1), expert, dtype=torch.int32, device=device)
-    return Routing(ids_TK, torch.ones(num_tokens, 1, device=device))
+    return Routing(ids_TK, torch.ones(num_tokens, 1, dtype=torch.float32, device=device))

@@ -51,7 +51,8 @@ class Saver:
         self.turns: dict[str, int] = {}
         self.compile: Any = triton.compile
         triton.compile = self.compile_and_save
-        CUDABackend.make_cubin = lambda *_: b"-"  # the machine code follows from the PTX
+        backend: Any = CUDABackend
+        backend.make_cubin = lambda *_: b"-"  # the machine code follows from the PTX
 
     def compile_and_save(self, source: Any, *words: Any, **options: Any) -> Any:
         compiled = self.compile(source, *words, **options)

@@ -107,8 +107,8 @@ def rows_that_differ(
 ) -> list[int]:
     """The numbers of rows in `tried` for which the library's bits are not those of the unsplit product."""
     generator = torch.Generator(device=weight_NK.device).manual_seed(0)
-    x_MK = torch.randn(max(tried), weight_NK.shape[1], generator=generator, device=weight_NK.device)
-    x_MK = x_MK.to(weight_NK.dtype)
+    sizes = (max(tried), weight_NK.shape[1])
+    x_MK = torch.randn(sizes, generator=generator, dtype=torch.float32, device=weight_NK.device).to(weight_NK.dtype)
     whole_MN = unsplit(x_MK, weight_NK, bias_N)
     differs = torch.stack([(library(x_MK[:rows], weight_NK, bias_N) != whole_MN[:rows]).any() for rows in tried])
     return [rows for rows, one in zip(tried, differs.tolist()) if one]

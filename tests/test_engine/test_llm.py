@@ -307,6 +307,22 @@ def test_modes_of_the_calling_thread_change_nothing() -> None:
         assert llm.generate(["In the beginning"], params)[0].outputs == expected
 
 
+def test_the_default_dtype_of_the_process_changes_nothing() -> None:
+    """As numerical code sets it: what an engine makes says its dtype."""
+    params = SamplingParams(max_tokens=4, temperature=0.0, logprobs=1)
+    options: dict[str, Any] = {"device": "cpu", "num_blocks": 16, "max_model_len": 64}
+    for model in ("demo", "demo-deepseek"):
+        with LLM(model, **options) as plain:
+            expected = plain.generate(["In the beginning"], params)[0].outputs
+        for dtype in (torch.float64, torch.bfloat16):
+            torch.set_default_dtype(dtype)
+            try:
+                with LLM(model, **options) as llm:
+                    assert llm.generate(["In the beginning"], params)[0].outputs == expected, dtype
+            finally:
+                torch.set_default_dtype(torch.float32)
+
+
 def test_a_failed_step_reaches_the_caller(folder: Path) -> None:
     def fail(step: StepInput) -> None:
         raise RuntimeError("CUDA error")

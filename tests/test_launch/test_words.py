@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 
 import pytest
 
 from launch.words import check_rest, flag, number_above_zero, output_file, positive, positives, split_list, unknown_word
+
+LAUNCH = Path(__file__).resolve().parents[2] / "launch"
 
 
 def test_values(tmp_path: Path) -> None:
@@ -55,3 +58,15 @@ def test_a_word_of_a_command_without_other_keys() -> None:
     keys = ("tokens", "seeds")
     assert str(unknown_word("token=3", keys, "x")) == "token=3 is no key of x; did you mean tokens=?"
     assert str(unknown_word("verbose", keys, "x")) == "verbose is no key of x; the keys are tokens, seeds."
+
+
+@pytest.mark.parametrize(
+    "name", [path.stem for path in sorted(LAUNCH.glob("*.py")) if "\ndef main(" in path.read_text("utf-8")]
+)
+def test_every_command_says_what_it_is_for(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Asked with the rest of a command line before it, too, whose keys nobody looks at then."""
+    module = importlib.import_module(f"launch.{name}")
+    for words in (["--help"], ["shapes=none", "-h"]):
+        assert module.main(words) == 0
+        said = capsys.readouterr()
+        assert f"python -m launch.{name}" in said.out and not said.err
