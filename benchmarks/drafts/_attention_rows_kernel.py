@@ -195,9 +195,10 @@ def attention_rows_kernel(
             own_score = mma_v2(q, own.load(RIGHT), gl.zeros([16, 8], gl.float32, MMA)) * scale_log2
             own_score = gl.sum(gl.where(own_here, own_score, 0.0), axis=1)
             scores = gl.where((key == newest)[None, :], own_score[:, None], scores)
-            # Behind the newest key, too: there its place in the cache stands in, and weighs 0.
-            behind = (start + gl.arange(0, _TILE, gl.SliceLayout(1, RIGHT)) >= newest)[:, None]
-            v = gl.where(behind, new_value[None, :], v)
+            # Wherever the newest key's place in the cache was copied: also where it stands in, and weighs 0, behind it
+            # and, if it is the first that counts (a window of 1), before it.
+            source = gl.maximum(start + gl.arange(0, _TILE, gl.SliceLayout(1, RIGHT)), first)
+            v = gl.where((source >= newest)[:, None], new_value[None, :], v)
         scores = gl.where(((key >= first) & (key < end))[None, :], scores, float("-inf"))
         new_maximum = gl.maximum(maximum, gl.max(scores, axis=1))
         base = gl.where(new_maximum == float("-inf"), 0.0, new_maximum)

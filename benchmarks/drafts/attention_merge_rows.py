@@ -198,15 +198,17 @@ def _call(
     run: Callable[..., None], lens: list[int], num_heads: int, width: int, window: int, whole: bool,
     device: torch.device, seed: int,
 ) -> Callable[[], Tensor]:  # fmt: skip
-    """Parts behind a sequence's last one are NaN; `out` holds sevens, which stay where there is nothing to merge."""
+    """Parts behind a sequence's last one are NaN, as is the only one; `out` holds sevens, which stay where there is
+    nothing to merge."""
     generator = torch.Generator().manual_seed(seed)
     number = most_parts(max(lens), window, SPLITS, whole=whole)
     parts = Parts.of(len(lens), number, num_heads, width, torch.device("cpu"))
     parts.acc_BPHV.copy_(torch.randn(parts.acc_BPHV.shape, generator=generator))
     parts.sums_2BPH.copy_(1 + torch.rand(parts.sums_2BPH.shape, generator=generator))
     for b, kv_len in enumerate(lens):
-        behind = _number_of_parts(SPLITS, kv_len, window, whole=whole)
-        parts.acc_BPHV[b, behind:], parts.sums_2BPH[:, b, behind:] = torch.nan, torch.nan
+        written = _number_of_parts(SPLITS, kv_len, window, whole=whole)
+        written = written if written > 1 else 0
+        parts.acc_BPHV[b, written:], parts.sums_2BPH[:, b, written:] = torch.nan, torch.nan
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     out_BHV = torch.full((len(lens), num_heads, width), 7.0, dtype=dtype, device=device)
     lens_B = torch.tensor(lens, dtype=torch.int32, device=device)

@@ -20,8 +20,8 @@ beside the output map's 165 KB there is room for neither.
 
 To land it: kernels/attention_decode_rows.py, taken by `attention_decode_triton` where `serves`; `new` then leaves
 _decode_kernel, ask_for_keys and store_new go. FEW_PROGRAMS = 4 was measured with the old chain: try 8 (mixtral's row)
-and 16. Test: what test_attention_decode.py has for `new`, with NaN in the new key's place in the cache, windows that
-begin within a tile, a row of slot -1, and lengths of one key, a tile, a split and one more.
+and 16. Test: what test_attention_decode.py has for `new`, with NaN in the new key's place in the cache, windows of 1
+and such as begin within a tile, a row of slot -1, and lengths of one key, a tile, a split and one more.
 Next, if it is as good as this: the second tile's scores before the first's softmax, and maxima over warps with one
 barrier for two (their order changes no bit).
 """
@@ -95,7 +95,8 @@ def attention_decode_triton(
     num_kv_heads = k_cache_NPGC.shape[2]
     if whole is None:
         whole = takes_runs(num_sequences * num_kv_heads, max_kv_len, rule)
-    if new is None or whole or max_kv_len == 0 or not serves(q_BHC, k_cache_NPGC, v_cache_NPGV, new):
+    nothing = num_sequences == 0 or max_kv_len == 0
+    if new is None or whole or nothing or scales is not None or not serves(q_BHC, k_cache_NPGC, v_cache_NPGV, new):
         options: dict[str, Any] = {"scales": scales, "whole": whole, "rule": rule, "new": new}
         return _attention_decode_triton(*operands, scale=scale, window=window, max_kv_len=max_kv_len, **options)
     in_use._check_operands(*operands, None)
@@ -153,13 +154,15 @@ def _attend(run: Callable[..., Tensor] | None, q_BHC: Tensor, cache_N2PGC: Tenso
 
 
 def cases(device: torch.device) -> Iterator[Case]:
-    """qwen3's one row: one tile in the last split, two, splits of eight tiles; rows that are not stored, a window, half
-    a head turned; no norms, pairs side by side, 15 queries a key."""
+    """qwen3's one row, the new key alone in the last split's second tile, alone in the last split, and behind splits of
+    eight tiles; a row that is not stored, a window, half a head turned; a window that sees the new key alone; no norms,
+    pairs side by side, 15 queries a key."""
     shapes = [
         ("qwen3 1 row, 577 keys", [577], 32, 4, 0, 128, False, True),
-        ("qwen3 1 row, 640 keys", [640], 32, 4, 0, 128, False, True),
+        ("qwen3 1 row, 641 keys", [641], 32, 4, 0, 128, False, True),
         ("qwen3 1 row, 4000 keys", [4000], 32, 4, 0, 128, False, True),
         ("4 rows of 1 to 900 keys, window 300", [1, 128, 129, 900], 7, 1, 300, 64, False, True),
+        ("3 rows of 1 to 200 keys, window 1", [1, 70, 200], 7, 1, 1, 128, False, True),
         ("2 rows, no norms, pairs side by side, 15 heads", [200, 1500], 30, 2, 0, 128, True, False),
     ]
     cuda = device.type == "cuda"

@@ -218,7 +218,7 @@ def cases(device: torch.device) -> Iterator[Case]:
         "at once": launch_latents if runs else None,
     }
     for name, *shape in shapes[: None if cuda else 3]:
-        rotation = rotation_length(2 * shape[1] * shape[2] * shape[4]) if cuda else 1
+        rotation = rotation_length(2 * shape[1] * shape[2] * shape[4], most=64) if cuda else 1
         # Queries and cache are written: each form has its own.
         forms = {
             form: [partial(_stored, launch, *_draw(*shape, device, seed)) for seed in range(rotation)]

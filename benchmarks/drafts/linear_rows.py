@@ -10,9 +10,10 @@ the chain, of which the tensor core needs 288 to 480 (18 cycles of reading share
 - Weights beyond the ring: qkv's programs hold 5 of 8 stages, so 8 MB of 21 are asked for behind the wait, when a stage
   has been multiplied, and come 0.8 us later. Here they come into the L2 cache ahead of the wait. qkv -0.4 to -0.9,
   output map (4 of 16 stages) -0.1 to -0.4; nothing where the ring holds all ([2048, 2048], [3648, 2048]).
-- The chain: stages that are not filled again are not handed back (no barrier of warps, 5 of 8 stages of qkv); a stage
-  of 64 rows is one product of 16 steps, not four of four (12 issue cycles a step for 13.5). 0 to -0.09 for 256 columns:
-  nothing if sums wait for each other, which only a reading can tell.
+- The chain: stages that are not filled again are not handed back (5 of 8 of qkv; one barrier of warps for two, those
+  filled again have three, behind products that are under way); a stage of 64 rows is one product of 16 steps, not four
+  of four (12 issue cycles a step for 13.5). 0 to -0.09 for 256 columns: nothing if sums wait for each other, which only
+  a reading can tell.
 - No warp of its own that asks: first stages are asked for before anything else, later ones by a thread that has waited
   anyway. A program has 4 warps of 30 registers, where it had 8 of 96, and ends without calling others. -0.05 to -0.1
 

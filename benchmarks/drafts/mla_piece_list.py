@@ -64,14 +64,14 @@ from benchmarks.drafts._mla_piece_list_operands import rotation, spread
 from benchmarks.drafts._mla_piece_list_order import PieceList, list_pieces, list_pieces_reference
 from benchmarks.drafts.case import Case
 from benchmarks.drafts.mla_few_merge import merge_at_once
-from kernels import mla_decode_hopper
+from kernels import mla_decode_hopper, mla_values
 from kernels.checks import cdiv
 from kernels.dependent_launch import dependent_launch
 from kernels.linear import head_linear
 from kernels.mla_decode import check_operands, mla_decode
 from kernels.mla_decode_hopper import runs_on_hopper, split_rule
 from kernels.mla_merge import Splits
-from kernels.mla_values import _MOST_BYTES, _ROWS, mla_decode_values, values_of_splits
+from kernels.mla_values import _MOST_BYTES, _ROWS, mla_decode_values
 from kernels.split_kv import SplitRule, split_workspace
 from kv_cache.layout import LayerCache
 from launch import bench_attention
@@ -176,11 +176,11 @@ def mla_decode_values_listed(
     """`mla_decode_values`, by the step's list where it has one."""
     operands = (q_latent_BHL, q_pe_BHR, cache_NPX, block_tables_BM, kv_lens_B)
     bounds: dict[str, Any] = {"scale": scale, "max_kv_len": max_kv_len}
-    if pieces is None:
+    if pieces is None or not kv_lens_B.shape[0] or not max_kv_len:
         return _decode_values_in_use(*operands, w_HVL, **bounds, scales_NP2=scales_NP2)
     if cdiv(kv_lens_B.shape[0], _ROWS) * w_HVL.numel() * w_HVL.element_size() <= _MOST_BYTES:
         check_operands(*operands, None)
-        return values_of_splits(attend_pieces(*operands, pieces, **bounds), kv_lens_B, w_HVL)
+        return mla_values.values_of_splits(attend_pieces(*operands, pieces, **bounds), kv_lens_B, w_HVL)
     return head_linear(mla_decode_listed(*operands, pieces, **bounds), w_HVL)
 
 

@@ -191,7 +191,7 @@ def cases(device: torch.device) -> Iterator[Case]:
     for name, lens, heads, columns, latent, whole in shapes if cuda else shapes[::2]:
         if not cuda:
             heads, columns, latent = 2, 40, 64
-        rotation = rotation_length(2 * heads * columns * latent) if cuda else 1
+        rotation = rotation_length(2 * heads * columns * latent, most=64) if cuda else 1
         operands = [_draw(lens, heads, columns, latent, whole, device, seed) for seed in range(rotation)]
         forms = {"in use": _values_of_splits, "at once": values_of_splits}
         if cuda:
@@ -207,25 +207,27 @@ def cases(device: torch.device) -> Iterator[Case]:
 def _draw(
     lens: list[int], num_heads: int, num_columns: int, latent: int, whole: bool, device: torch.device, seed: int
 ) -> tuple[Splits, Tensor, Tensor]:
-    """Parts behind a sequence's last split are NaN; `out` is, too, where it is not written."""
-    generator = torch.Generator().manual_seed(seed)
+    """NaN where attention writes nothing: in parts behind a sequence's last split and in all parts of one that is done,
+    or else in its row of `out`."""
+    generator = torch.Generator(device).manual_seed(seed)
     rule, dtype = split_rule(num_heads), torch.bfloat16 if device.type == "cuda" else torch.float32
     most = rule.most(max(lens))
 
     def draw(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator)
+        return torch.randn(*shape, generator=generator, device=device)
 
     parts_BSHL, lse_BSH = draw(len(lens), most, num_heads, latent).half(), draw(len(lens), most, num_heads)
-    out_BHL, whole_B = draw(len(lens), num_heads, latent), torch.zeros(len(lens), dtype=torch.int32)
+    out_BHL, whole_B = draw(len(lens), num_heads, latent).to(dtype), torch.zeros(len(lens), dtype=torch.int32)
     whole_B[-1] = whole
     for b, kv_len in enumerate(lens):
         number = _number_of_splits(rule, kv_len)
-        parts_BSHL[b, number:], lse_BSH[b, number:] = torch.nan, torch.nan
-        if number > 1 and not whole_B[b]:
+        written = 0 if number <= 1 or whole_B[b] else number
+        parts_BSHL[b, written:], lse_BSH[b, written:] = torch.nan, torch.nan
+        if written:
             out_BHL[b] = torch.nan
-    splits = Splits(parts_BSHL.to(device), lse_BSH.to(device), whole_B.to(device), out_BHL.to(device, dtype), rule)
+    splits = Splits(parts_BSHL, lse_BSH, whole_B.to(device), out_BHL, rule)
     # A view, as the model's is: the rows of another map stand before it.
-    w_HVL = draw(num_heads, 2 * num_columns, latent).to(device, dtype)[:, num_columns:]
+    w_HVL = draw(num_heads, 2 * num_columns, latent).to(dtype)[:, num_columns:]
     return splits, torch.tensor(lens, dtype=torch.int32, device=device), w_HVL
 
 

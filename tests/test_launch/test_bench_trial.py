@@ -34,6 +34,14 @@ def cases(device):
 '''
 
 
+def load(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"benchmark_{path.stem}", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 @pytest.fixture
 def trial(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
     """benchmarks/trial.py in a tree of its own, whose drafts are these two."""
@@ -45,12 +53,8 @@ def trial(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
         (tmp_path / name).symlink_to(ROOT / name)
     (folder / "doubles.py").write_text(GOOD, "utf-8")
     (folder / "breaks.py").write_text(BROKEN, "utf-8")
-    spec = importlib.util.spec_from_file_location("benchmark_trial", tmp_path / "benchmarks" / "trial.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
     monkeypatch.syspath_prepend(str(tmp_path))
-    spec.loader.exec_module(module)
-    return module
+    return load(tmp_path / "benchmarks" / "trial.py")
 
 
 def test_each_draft_is_judged_by_itself(trial: ModuleType, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -95,3 +99,16 @@ def test_words(trial: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     ):
         assert trial.main(words) == 2
         assert text in capsys.readouterr().err
+
+
+REAL = load(ROOT / "benchmarks" / "trial.py")
+
+
+@pytest.mark.parametrize("name", REAL.names())
+def test_drafts_are_asked_in_the_product_s_way(name: str) -> None:
+    """On a CPU both sides are references: what is checked is that the product has not moved away from under a draft."""
+    draft = REAL.load(name)
+    assert callable(draft.install)
+    for case in draft.cases(torch.device("cpu")):
+        off = REAL.differences(case)
+        assert off and all(each <= case.tolerance for each in off.values()), f"{case.name}: {off}"
