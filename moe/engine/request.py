@@ -93,7 +93,12 @@ class SamplingParams:
         return self.repetition_penalty not in (None, 1.0) or bool(self.presence_penalty or self.frequency_penalty)
 
     def check_vocab(self, vocab_size: int) -> None:
-        """Raise ValueError where an id does not exist in the model's vocabulary."""
+        """Raise ValueError where an id does not exist in the model's vocabulary, or none is left to be drawn."""
+        if self.min_tokens and len(set(self.stop_token_ids)) >= vocab_size:
+            raise ValueError(
+                f"min_tokens={self.min_tokens} rules out stop_token_ids at first, and these are all {vocab_size} ids of "
+                "the vocabulary; leave one of the two out."
+            )
         for token_id in self.stop_token_ids:
             if token_id >= vocab_size:
                 raise ValueError(f"stop_token_ids has {token_id}, outside the model's vocabulary of {vocab_size} ids.")

@@ -127,6 +127,10 @@ def test_ids_outside_the_vocabulary_are_refused() -> None:
         SamplingParams(stop_token_ids=[10]).check_vocab(10)
     with pytest.raises(ValueError, match="logit_bias has id 10"):
         SamplingParams(logit_bias={10: 1}).check_vocab(10)
+    SamplingParams(min_tokens=1, stop_token_ids=range(9)).check_vocab(10)
+    SamplingParams(stop_token_ids=range(10)).check_vocab(10)
+    with pytest.raises(ValueError, match="min_tokens=1 rules out stop_token_ids at first, and these are all 10 ids"):
+        SamplingParams(min_tokens=1, stop_token_ids=[*range(10), 3]).check_vocab(10)
 
 
 def test_seeds_of_samples_are_stable_and_differ() -> None:
