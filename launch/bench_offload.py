@@ -15,6 +15,7 @@ and clocks; changes no way of computing but the regime, and whether guesses are 
 
 from __future__ import annotations
 
+import gc
 import statistics
 import threading
 import time
@@ -264,6 +265,7 @@ class HostPeak:
     """The most memory of this process's own at a time, beyond what it had at the beginning: read every 20 ms."""
 
     def __init__(self) -> None:
+        gc.collect()  # what goes meanwhile would hide what comes
         self.before = _own_bytes()
         self.most = self.before
         self._over = threading.Event()
