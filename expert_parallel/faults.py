@@ -9,6 +9,7 @@ for a device, each rank watches the next one's process (lifeline.py) and tells o
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import sys
@@ -56,6 +57,7 @@ class FaultWatch:
         self._heard: str | None = None  # outlives the store
         self._thread = threading.Thread(target=self._listen, name="fault-watch", daemon=True)
         self._thread.start()
+        atexit.register(self._hear_no_more)  # for who ends without `close`
 
     def tell(self, error: BaseException) -> str:
         """Tell all ranks that this one has failed. What failed first stands; returns it, with its rank.
@@ -113,6 +115,15 @@ class FaultWatch:
         self._closed.set()
         self._thread.join()
         self._lifeline.close()
+        atexit.unregister(self._hear_no_more)
+
+    def _hear_no_more(self) -> None:
+        """Ends the thread alone. One that comes back from the store while Python itself ends would end the process by
+        SIGABRT, and torchrun calls a finished script failed. Whether this rank may leave is not for this to say: the
+        others see its process end, as ever.
+        """
+        self._closed.set()
+        self._thread.join(self.patience_s)
 
     def _watch_next(self) -> None:
         """Tell it where the next rank's process has ended, though it has not left."""

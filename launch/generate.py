@@ -64,7 +64,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if line.show_config:
             print(OmegaConf.to_yaml(OmegaConf.structured(config)), end="")
             return OK
-        with StopSignals(echoes="TORCHELASTIC_RUN_ID" in os.environ, speaks=rank == 0) as stop:
+        started = "TORCHELASTIC_RUN_ID" in os.environ
+        with StopSignals(echoes=started, speaks=rank == 0, last=argv is None) as stop:
             return _run(config, words, rank_environment(), stop)
     except ValueError as error:
         return _refused(str(error), rank)
@@ -98,12 +99,16 @@ def _run(config: Config, words: Sequence[str], environment: Mapping[str, str] | 
     job = JobRun(config, files, crew, monitor, stop)
     try:
         end = job.run(console, restarted=os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0")
-        if team is not None:
-            team.close()
+        with stop.ending():
+            code = _conclude(config, files, end, monitor) if rank == 0 else _code_of(end)
+            # torchrun ends all ranks as soon as one has ended with 3, say: not before the first has said how it went.
+            crew.wait_for_first("last words")
+            if team is not None:
+                team.close()
+        return code
     except (Exception, KeyboardInterrupt) as error:
         with stop.ending():
             return _report_fault(error, team, files, job, monitor)
-    return _conclude(config, files, end, monitor) if rank == 0 else _code_of(end)
 
 
 def _refused(text: str, rank: int) -> int:

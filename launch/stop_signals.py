@@ -30,11 +30,13 @@ class StopSignals:
     """Installed with `with`. A signal raises Interrupted in the main thread, except inside `gently`, where the first
     one is only kept in `wanted` and the second ends the process, and inside `ending`, where the first is passed over.
 
-    `echoes`: torchrun has started this process. `speaks`: whether it says what a signal has led to.
+    `echoes`: torchrun has started this process. `speaks`: whether it says what a signal has led to. `last`: the process
+    ends behind it, with an exit code that a signal must not take: handlers stay, as inside `ending`.
     """
 
-    def __init__(self, *, echoes: bool = False, speaks: bool = True) -> None:
+    def __init__(self, *, echoes: bool = False, speaks: bool = True, last: bool = False) -> None:
         self.wanted = 0
+        self._last = last
         self._gentle = self._ending = False
         self._echoes = echoes
         self._speaks = speaks
@@ -52,18 +54,21 @@ class StopSignals:
 
     @contextmanager
     def ending(self) -> Iterator[None]:
-        """While a fault is told: the process ends next, and torchrun's signal must not take its last words."""
+        """While it is told how the job went: the process ends next, and torchrun must not take its last words."""
         self._ending = True
         try:
             yield
         finally:
-            self._ending = False
+            self._ending = self._last
 
     def __enter__(self) -> StopSignals:
         self._before = {number: signal.signal(number, self._handle) for number in STOPPING}
         return self
 
     def __exit__(self, *_: object) -> None:
+        if self._last:
+            self._ending = True
+            return
         for number, handler in self._before.items():
             signal.signal(number, handler)  # pyright: ignore[reportArgumentType] - what signal() gave
 

@@ -89,7 +89,7 @@ def _run_rank(
     num_ranks: int,
     args: tuple[Any, ...],
 ) -> None:
-    """The process of one rank. It says how it went exactly once, as (fine, pickled result or traceback)."""
+    """The process of one rank. It says how it went exactly once, as (fine, pickled result or traceback, when)."""
     threading.Thread(target=_end_with_the_test, daemon=True).start()
     with open(_hang_file(Path(folder), rank), "w") as hang_file:
         faulthandler.dump_traceback_later(timeout_s, exit=True, file=hang_file)
@@ -103,9 +103,9 @@ def _run_rank(
             if joined:
                 dist.barrier()  # a rank that left while another still talks to it would break the connection
                 dist.destroy_process_group()
-            message: tuple[bool, Any] = (True, pickle.dumps(result))
+            message: tuple[bool, Any, float] = (True, pickle.dumps(result), time.monotonic())
         except BaseException:
-            message = (False, traceback.format_exc())
+            message = (False, traceback.format_exc(), time.monotonic())
         writer.send(message)
         faulthandler.cancel_dump_traceback_later()
 
@@ -120,7 +120,7 @@ def _end_with_the_test() -> None:
 def _collect(readers: list[Connection], processes: list[Any], folder: Path, timeout_s: float) -> list[Any]:
     """Waits for all ranks, or for the first fault and what the others say within a moment of it."""
     results: list[Any] = [None] * len(readers)
-    faults: list[str] = []
+    faults: list[tuple[float, str]] = []  # by the ranks' own clocks: on a busy machine several are found at once
     waiting = dict(enumerate(readers))
     deadline = time.monotonic() + timeout_s + 5.0  # the ranks' own alarms come first: they know where they stand
     while waiting:
@@ -130,20 +130,22 @@ def _collect(readers: list[Connection], processes: list[Any], folder: Path, time
         for rank in [rank for rank, reader in waiting.items() if reader in ready]:
             content: Any
             try:
-                fine, content = waiting.pop(rank).recv()
+                fine, content, told_at = waiting.pop(rank).recv()
             except EOFError:
                 processes[rank].join()
                 fine, content = False, _how_it_died(processes[rank].exitcode, _hang_file(folder, rank))
+                told_at = time.monotonic()
             if fine:
                 results[rank] = pickle.loads(content)
             else:
                 if not faults:
                     deadline = min(deadline, time.monotonic() + _LAST_WORDS_S)
-                faults.append(f"rank {rank} of {len(readers)}: {content}")
+                faults.append((told_at, f"rank {rank} of {len(readers)}: {content}"))
     if faults or waiting:
+        texts = [text for _, text in sorted(faults)]
         if waiting:
-            faults.append(f"ranks {sorted(waiting)} had not ended")
-        raise RanksFailed("\n".join(faults))
+            texts.append(f"ranks {sorted(waiting)} had not ended")
+        raise RanksFailed("\n".join(texts))
     return results
 
 

@@ -7,13 +7,14 @@ import signal
 import subprocess
 import sys
 import time
+from multiprocessing import Pipe
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from tests.ranks import RanksFailed, run_ranks
+from tests.ranks import RanksFailed, _collect, run_ranks
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -59,6 +60,15 @@ def test_a_fault_ends_all_ranks_and_shows_its_own_traceback_first() -> None:
     ):
         run_ranks(one_rank_raises, 2)
     assert time.monotonic() - start < 30
+
+
+def test_the_first_fault_stands_first_though_two_are_found_at_once(tmp_path: Path) -> None:
+    """A busy machine lets this process look only when the echo of the fault has come as well."""
+    pipes = [Pipe(duplex=False) for _ in range(2)]
+    pipes[1][1].send((False, "the cause", 1.0))
+    pipes[0][1].send((False, "its echo", 2.0))
+    with pytest.raises(RanksFailed, match=r"^rank 1 of 2: the cause\nrank 0 of 2: its echo$"):
+        _collect([reader for reader, _ in pipes], [], tmp_path, 60.0)
 
 
 def test_a_killed_rank_is_named() -> None:

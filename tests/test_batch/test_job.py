@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from configs.schema import Config, JobConfig
+from moe.batch import job as job_module
 from moe.batch.job import TOO_MANY_ERRORS, Job
 from moe.batch.lines import InputFault, Line
 from moe.batch.report import Progress
@@ -254,10 +255,13 @@ def test_a_damaged_input_is_told_after_the_lines_before_it(tmp_path: Path) -> No
     assert [entry[0] for entry in journal] == [1, 2]
 
 
-def test_a_line_that_takes_too_long_is_an_error_record(tmp_path: Path) -> None:
+def test_a_line_that_takes_too_long_is_an_error_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(job_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+
     class Slow(FakeEngine):
         def step(self) -> list[RequestOutput]:
-            time.sleep(0.002)
+            now[0] += 0.002
             return super().step()
 
     config = Config(input=str(tmp_path / "in.jsonl"), output=str(tmp_path / "out.jsonl"))

@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -152,14 +153,18 @@ def test_writes_are_gathered_and_synced(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(os, "write", lambda file, data: (writes.append(len(data)), write(file, data))[1])
     monkeypatch.setattr(os, "fsync", lambda file: (syncs.append(time.monotonic()), sync(file))[1])
     with JournalWriter(tmp_path / "j", HEADER) as writer:
+        opened = 2  # the header's and the folder's
+        assert len(syncs) == opened
         began = time.monotonic()
         for number in range(1, 1001):
             writer.append(number, 0, b"{}\n")
-        until(lambda: len(syncs) == 2)  # the header's, and a first one while the journal is open
+        until(lambda: len(syncs) > opened)  # while the journal is open
         gathered_s = time.monotonic() - began
         writer.append(2000, 0, b"{}\n")
     assert len(writes) <= 3 + gathered_s / journal_writer.GATHER_S  # not one for each record
-    assert len(syncs) == 3 and numbers(tmp_path / "j")[-1] == 2000
+    # The last one comes with the end; between those before it lies a while, however many a busy machine makes of them.
+    assert all(later - earlier >= 0.2 for earlier, later in pairwise(syncs[opened:-1]))
+    assert len(syncs) >= opened + 2 and numbers(tmp_path / "j")[-1] == 2000
 
 
 def test_a_journal_without_records_leaves_nothing(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+import launch.console
 import launch.job_run
 from expert_parallel.rebalance import ExpertMover
 from launch.crew import Several
@@ -218,3 +219,31 @@ def test_C10_a_fault_on_one_rank_ends_all_with_its_cause(fault: Fault, tmp_path:
             assert "model.safetensors" in text, said
         if fault.stage == "step":
             assert "stage 'forward'" in text and "layer " in text, said
+
+
+def generate_with_a_slow_summary(folder: str, words: list[str]) -> None:
+    """The process of one rank; the first shows its summary long after all know that the output is whole."""
+    os.chdir(folder)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    show = launch.console.print_report
+
+    def show_late(*args: Any) -> None:
+        time.sleep(2.0)
+        show(*args)
+
+    launch.console.print_report = show_late
+    sys.argv = ["launch.generate", *words]
+    runpy.run_module("launch.generate", run_name="__main__")
+
+
+def test_the_first_rank_says_how_the_job_went_before_torchrun_ends_it(tmp_path: Path) -> None:
+    """A line failed, so every rank ends with 3; torchrun takes the first one's for a fault and ends the others."""
+    (tmp_path / "in.jsonl").write_text('{"prompt": "And it", "max_tokens": 2}\nno line\n')
+    words = [*WORDS, "input=in.jsonl", "output=out.jsonl", "job.report=report"]
+    error = run_as_torchrun(2, tmp_path, generate_with_a_slow_summary, str(tmp_path), words)
+    said = last_words(tmp_path, 0)
+    assert error is not None and error.get_first_failure()[1].exitcode == 3, said
+    (shown,) = (tmp_path / "logs").rglob("0/stdout.log")
+    assert "answers: out.jsonl" in shown.read_text(), said
+    assert "stopped by" not in said
+    assert json.loads((tmp_path / "report" / "metrics.json").read_text())["outcome"] == "some failed"

@@ -258,6 +258,18 @@ def test_a_signal_before_the_first_line_leaves_nothing(
     assert [path.name for path in Path().iterdir()] == ["in.jsonl"]
 
 
+def test_a_signal_when_the_output_is_whole_changes_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(generate, "print_report", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+    source = write("in.jsonl", {"prompt": "And it"})
+    words = [f"input={source}", "output=out.jsonl", "job.report=report", *FAST]
+    assert generate.main(words) == generate.OK
+    shown = capsys.readouterr()
+    assert "answers: out.jsonl" in shown.out and "stopped by" not in shown.err
+    assert json.loads(Path("report/metrics.json").read_text())["outcome"] == "complete"
+
+
 def test_too_many_errors_are_a_failed_job(capsys: pytest.CaptureFixture[str]) -> None:
     source = write("in.jsonl", *({"prompt": 5} for _ in range(5)))
     words = [f"input={source}", "output=out.jsonl", *FAST]

@@ -70,3 +70,19 @@ def test_a_second_one_ends_the_process_at_once() -> None:
 
 def test_names() -> None:
     assert signal_name(15) == "SIGTERM" and signal_name(200) == "signal 200"
+
+
+def test_the_exit_code_of_a_process_that_ends_is_not_a_signal_s() -> None:
+    """torchrun sends SIGTERM as soon as another rank has ended: between the last words and the end, too."""
+    script = (
+        "import os, signal, sys\n"
+        "from launch.stop_signals import StopSignals\n"
+        "with StopSignals(last=sys.argv[1] == 'last') as stop, stop.ending():\n"
+        "    pass\n"
+        "os.kill(os.getpid(), signal.SIGTERM)\n"
+        "sys.exit(3)\n"
+    )
+    ended = [
+        subprocess.run([sys.executable, "-c", script, each], cwd=ROOT, timeout=60).returncode for each in ("last", "no")
+    ]
+    assert ended == [3, -signal.SIGTERM]
