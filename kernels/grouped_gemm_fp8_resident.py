@@ -19,7 +19,13 @@ from dataclasses import dataclass
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 
 from kernels.barriers import barriers
 from kernels.checks import cdiv
@@ -195,6 +201,7 @@ def _fp8_resident_kernel(
     ws = gl.allocate_shared_memory(dtype, [W_STAGES, 128, 128], W)
     x_full, x_empty = barriers(3 * X_STAGES, (1, 1))
     w_full, w_empty = barriers(W_STAGES, (1, 3))
+    fence_async_shared()
     buffers = (xs, ws, x_full, x_empty, w_full, w_empty)
     rows = (offsets_ptr, num_slots)
     out = (y_ptr, stride_y, num_columns)

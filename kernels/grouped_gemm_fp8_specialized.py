@@ -19,7 +19,13 @@ from typing import NamedTuple
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 
 from kernels.barriers import barriers
 from kernels.checks import cdiv
@@ -204,6 +210,7 @@ def _fp8_specialized_kernel(
     xs = gl.allocate_shared_memory(dtype, [STAGES * GROUPS, 64, 128], X)
     ws = gl.allocate_shared_memory(dtype, [STAGES, 128, 128], W)
     full, empty = barriers(STAGES, (1, GROUPS))
+    fence_async_shared()
     buffers = (xs, ws, full, empty)
     rows = (offsets_ptr, num_slots)
     out = (y_ptr, stride_y, num_columns)

@@ -271,6 +271,7 @@ def _fp8_swiglu_kernel(
     ws = gl.allocate_shared_memory(dtype, [STAGES * 2, 128, 128], LAYOUT)
     # The loading threads arrive each with its copies; for TMA the one that announced the bytes.
     full, empty = barriers(STAGES, (129 if GATHER else 1, 2))
+    fence_async_shared()
     buffers = (xs, ws, full, empty)
     rows = (offsets_ptr, num_slots, index_ptr)
     out = (q_ptr, scale_ptr, num_columns, num_rows)

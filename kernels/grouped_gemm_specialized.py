@@ -259,6 +259,7 @@ def _grouped_gemm_specialized_kernel(
     (order,) = barriers(2, (1,))
     # The loading threads arrive each with its copies; for TMA the one that announced the bytes.
     full, empty = barriers(TILE.stages, (129 if GATHER else 1, 1))
+    fence_async_shared()
     buffers = (xs, ws, full, empty, order)
     rows = (offsets_ptr, num_slots)
     sizes = (num_columns, width, stride_x8)

@@ -270,6 +270,7 @@ def _grouped_gemm_swapped_kernel(
     ws = gl.allocate_shared_memory(dtype, [STAGES * _GROUPS, 128, TILE.block_k], W)
     # The loading threads arrive each with its copies; for TMA the one that announced the bytes.
     full, empty = barriers(STAGES, (129 if GATHER else 1, _GROUPS))
+    fence_async_shared()
     buffers = (xs, ws, full, empty)
     rows = (offsets_ptr, num_slots)
     sizes = (num_columns, width, stride_x8)

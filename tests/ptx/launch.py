@@ -54,15 +54,13 @@ class Hopper:
         self._code: dict[str, Code] = {}
 
     @contextlib.contextmanager
-    def posing(
-        self, *, seed: int = 0, change: Callable[[Program], Program] | None = None, fenced_barriers: bool = True
-    ) -> Iterator[None]:
+    def posing(self, *, seed: int = 0, change: Callable[[Program], Program] | None = None) -> Iterator[None]:
         """What is launched in here runs on the machine. `seed`: of the order of all that may be in any; `change`: what
-        to do to each program first; `fenced_barriers`: see `Machine`."""
+        to do to each program first."""
         chance = random.Random(seed)
 
         def run(kernel: Any, *args: Any, grid: Any, warmup: bool = False, **options: Any) -> None:
-            machine = self._machine(kernel, args, grid, options, change, fenced_barriers=fenced_barriers)
+            machine = self._machine(kernel, args, grid, options, change)
             self.launches.append(machine.code.program.name)
             machine.run(resident=self.resident, chance=chance)
 
@@ -83,9 +81,7 @@ class Hopper:
             knobs.cache.dir = stack.enter_context(TemporaryDirectory())
             yield
 
-    def _machine(
-        self, kernel: Any, args: Any, grid: Any, options: Any, change: Any, *, fenced_barriers: bool
-    ) -> Machine:
+    def _machine(self, kernel: Any, args: Any, grid: Any, options: Any, change: Any) -> Machine:
         bind = self._bind.get(kernel)
         if bind is None:
             bind = create_function_from_signature(kernel.signature, kernel.params, self._backend)
@@ -109,7 +105,6 @@ class Hopper:
             descriptors,
             (*whole, 1, 1)[:3],
             metadata.shared,
-            fenced_barriers=fenced_barriers,
         )
 
     def _compile(self, kernel: Any, options: Any, bound: Any, specialization: Any) -> tuple[Any, Program]:

@@ -210,7 +210,6 @@ class Cta:
     def __init__(self, machine: Machine, place: tuple[int, int, int]) -> None:
         code = machine.code
         self.params, self.memory, self.descriptors = machine.params, machine.memory, machine.descriptors
-        self.fenced_barriers = machine.fenced_barriers
         self.place = [np.full(32, part, np.uint32) for part in place]
         self.size = [np.full(32, part, np.uint32) for part in machine.grid]
         num_warps = code.program.num_threads // 32
@@ -257,8 +256,7 @@ class Cta:
 
 
 class Machine:
-    """Runs a grid of one kernel. `fenced_barriers`: whether it is a fault to hand a barrier to the copy engine
-    without a fence behind its making."""
+    """Runs a grid of one kernel."""
 
     def __init__(
         self,
@@ -268,11 +266,9 @@ class Machine:
         descriptors: Mapping[int, Descriptor],
         grid: tuple[int, int, int],
         shared_bytes: int,
-        *,
-        fenced_barriers: bool = True,
     ) -> None:
         self.code, self.params, self.memory, self.descriptors = code, params, memory, descriptors
-        self.grid, self.shared_bytes, self.fenced_barriers = grid, shared_bytes, fenced_barriers
+        self.grid, self.shared_bytes = grid, shared_bytes
         self.quiet = 0
         """Rounds in which nothing happened."""
 

@@ -224,7 +224,7 @@ def _tile(names: Names, args: tuple[str, ...]) -> Step:
         tensor: Descriptor = cta.descriptors[_one(descriptor(warp), mask)]
         first = [_one(read(warp), mask) for read in reversed(reads)]
         barrier: Barrier = cta.barrier(warp, _one(ready(warp), mask))
-        if cta.fenced_barriers and cta.clocks.fenced[warp.index, barrier.made_by] < barrier.made_at:
+        if cta.clocks.fenced[warp.index, barrier.made_by] < barrier.made_at:
             raise Fault("the copy engine is given a barrier whose making no fence has shown to it")
         start, size = _one(to(warp), mask), int(np.prod(tensor.box)) * tensor.item
         if start % 128:

@@ -212,12 +212,11 @@ def grouped_operands(counts: list[int], width: int, columns: int, products: int)
     ids=["specialized-first", "specialized-second", "swapped-first", "swapped-second"],
 )
 def test_grouped_product(hopper, launch, tile, counts, swiglu, gathered):
-    """Without the fence behind the barriers, which these kernels and those of fp8 do without."""
     width, columns = 136, 72
     x_XD, w_SND, offsets_S1 = grouped_operands(counts, width, columns, 1 + swiglu)
     index_R = torch.arange(sum(counts)).flip(0).int() if gathered else None
     y_RN = torch.full((sum(counts) + 1, columns), torch.nan, dtype=torch.bfloat16)
-    with hopper.posing(fenced_barriers=False), filled_memory():
+    with hopper.posing(), filled_memory():
         launch(x_XD, w_SND, offsets_S1, index_R, y_RN, tile, swiglu=swiglu, group_m=8)
     for slot, rows in enumerate(slots_of(offsets_S1)):
         x = x_XD[rows if index_R is None else index_R[rows].long()]
@@ -246,7 +245,7 @@ def test_grouped_product_of_fp8(hopper):
         x, w = draw_rows(sum(counts), width, "cpu"), draw_blocks(3, parts, columns, width, "cpu")
         offsets_S1 = offsets_of(counts, "cpu")
         y_RN = torch.full((sum(counts), columns), torch.nan, dtype=torch.bfloat16)
-        with hopper.posing(fenced_barriers=False), filled_memory():
+        with hopper.posing(), filled_memory():
             launch_fp8_specialized(x, w, offsets_S1, y_RN, SpecializedTile(2, 4))
         given = {"num_rows": sum(counts), "out_dtype": torch.bfloat16}
         assert max_rel(y_RN, grouped_gemm_fp8_reference(x, w, offsets_S1, **given)) < 2**-8
@@ -257,7 +256,7 @@ def test_grouped_product_of_fp8_with_resident_weights(hopper):
     x, w = draw_rows(sum(counts), width, "cpu"), draw_blocks(3, 1, columns, width, "cpu")
     offsets_S1 = offsets_of(counts, "cpu")
     y_RN = torch.full((sum(counts), columns), torch.nan, dtype=torch.bfloat16)
-    with hopper.posing(fenced_barriers=False), filled_memory():
+    with hopper.posing(), filled_memory():
         launch_fp8_resident(x, w, offsets_S1, y_RN, ResidentTile(3, 4))
     wanted = grouped_gemm_fp8_reference(x, w, offsets_S1, num_rows=sum(counts), out_dtype=torch.bfloat16)
     assert max_rel(y_RN, wanted) < 2**-8
@@ -268,7 +267,7 @@ def test_first_product_of_fp8_quantized(hopper, gathered):
     counts, width, columns = [3, 0, 140], 144, 128
     x, w = draw_rows(sum(counts), width, "cpu"), draw_blocks(3, 2, columns, width, "cpu")
     index_R = torch.arange(sum(counts)).flip(0).int() if gathered else None
-    with hopper.posing(fenced_barriers=False), filled_memory():
+    with hopper.posing(), filled_memory():
         ours = launch_swiglu_quantized(x, w, offsets_of(counts, "cpu"), index_R, sum(counts), torch.bfloat16)
     given = (x, w, offsets_of(counts, "cpu"))
     wanted = grouped_gemm_swiglu_quantized(*given, row_index_R=index_R, num_rows=sum(counts), dtype=torch.bfloat16)
