@@ -96,8 +96,8 @@ class SamplingParams:
         """Raise ValueError where an id does not exist in the model's vocabulary, or none is left to be drawn."""
         if self.min_tokens and len(set(self.stop_token_ids)) >= vocab_size:
             raise ValueError(
-                f"min_tokens={self.min_tokens} rules out stop_token_ids at first, and these are all {vocab_size} ids of "
-                "the vocabulary; leave one of the two out."
+                f"min_tokens={self.min_tokens} rules out stop_token_ids at first, and these are all {vocab_size} ids "
+                "of the vocabulary; leave one of the two out."
             )
         for token_id in self.stop_token_ids:
             if token_id >= vocab_size:
