@@ -140,13 +140,14 @@ def measure_apart(name: str, device: torch.device, seconds: float, lock: Path, l
         try:
             command = [sys.executable, __file__, *words]
             status = subprocess.run(command, stdout=out, stderr=errors, timeout=limit, check=False).returncode
+            broke = None if status in (0, 1) else f"exit status {status}"  # 1: a row says what is wrong
         except subprocess.TimeoutExpired:
-            status = f"cut after {limit:g} s"
+            status, broke = 1, f"cut after {limit:g} s"
         out.seek(0)
         errors.seek(0)
         rows = [json.loads(line) for line in out if line.startswith("{")]
-        if status and all(row["good"] for row in rows):
-            rows.append({"draft": name, "case": "", "good": False, "error": f"exit status {status}"})
+        if broke or (status and all(row["good"] for row in rows)):
+            rows.append({"draft": name, "case": "", "good": False, "error": broke or f"exit status {status}"})
         if status:
             print(f"{name}: {errors.read()[-6000:]}", file=sys.stderr, flush=True)
     return rows
@@ -166,12 +167,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             docstring = ast.get_docstring(ast.parse((FOLDER / f"{name}.py").read_text("utf-8"))) or ""
             print(f"{name}: {docstring.partition(chr(10) * 2)[0]}")
         return 0
-    own = {name: text for name, _, text in (word.partition("=") for word in words)}
     try:
-        if "with" in own:
-            for name in own["with"].split(","):
+        in_place, of_bench = own_words(words, ("with",))
+        if in_place:
+            for name in in_place["with"].split(","):
                 load(name).install()
-            return bench.main([word for word in words if not word.startswith("with=")])
+            return bench.main(of_bench)
         own, rest = own_words(words, (*OWN_KEYS, "lock"))
         if rest or "drafts" not in own:
             raise ValueError(f"{rest[0] if rest else 'drafts='} is unknown or missing; keys: {', '.join(OWN_KEYS)}.")

@@ -12,7 +12,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import NamedTuple
 
-from configs.schema import Config, Section, known_keys
+from configs.schema import Config, Section, known_keys, owner_of
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 CACHE_DTYPES = (*DTYPES, "fp8", "fp8-layer", "int4")
@@ -59,8 +59,7 @@ def freeze(config: Config) -> Config:
     same object."""
     check(config)
     for each in known_keys():
-        section, _, name = each.name.rpartition(".")
-        owner = getattr(config, section) if section else config
+        owner, name = owner_of(config, each.name)
         value = getattr(owner, name)
         text = [_as_text(item) for item in value] if isinstance(value, list) else _as_text(value)
         if text != value:

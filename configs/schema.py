@@ -230,6 +230,12 @@ def known_keys() -> tuple[Key, ...]:
     return tuple(found)
 
 
+def owner_of(config: Config, key: str) -> tuple[Any, str]:
+    """The section that holds a key, and the key's name there: what `setattr` takes, as `attrgetter` takes the key."""
+    section, _, name = key.rpartition(".")
+    return (getattr(config, section) if section else config), name
+
+
 def changed_keys(config: Config) -> tuple[str, ...]:
     """The keys whose values are not the defaults, in the order of the schema."""
     return tuple(key.name for key in known_keys() if attrgetter(key.name)(config) != key.default)

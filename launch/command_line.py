@@ -23,7 +23,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from configs.checks import freeze
-from configs.schema import Config, known_keys
+from configs.schema import Config, known_keys, owner_of
 from launch.overrides import PRESET, check_argument, check_name, check_value, flatten, set_raw
 
 # A chat template may be the template's own text, which no "~" begins.
@@ -194,8 +194,7 @@ def _to_config(composed: DictConfig) -> Config:
         raise ValueError(str(error).splitlines()[0]) from error
     assert isinstance(config, Config), f"the schema composed to {type(config).__name__}"
     for key in PATH_KEYS:
-        section, _, name = key.rpartition(".")
-        owner = getattr(config, section) if section else config
+        owner, name = owner_of(config, key)
         if (value := getattr(owner, name)) is not None:
             setattr(owner, name, os.path.expanduser(value))
     config.job.more_input = [os.path.expanduser(name) for name in config.job.more_input]

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from launch.canvas import canvas
-from launch.words import asks_for_help, refuse
+from launch.words import helped, refuse
 from router.load_window import LoadRecord, read_load
 
 BRIGHTEST = 5.0  # times the mean; what lies above looks the same
@@ -52,8 +52,7 @@ def draw_load(record: LoadRecord, path: Path) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Draw one load file. 2: a wrong command line."""
     words = sys.argv[1:] if argv is None else list(argv)
-    if asks_for_help(words):
-        print(__doc__)
+    if helped(words, __doc__):
         return 0
     try:
         if len(words) not in (1, 2):

@@ -30,7 +30,7 @@ from launch.command_line import compose_config, parse
 from launch.console import set_up_logging
 from launch.figure import ROOT
 from launch.machine import device_name, git_commit
-from launch.words import asks_for_help, check_rest, output_file, own_words, positive, positives, refuse, split_list
+from launch.words import check_rest, helped, output_file, own_words, positive, positives, refuse, split_list
 from moe.engine.engine import Engine
 from moe.engine.request import Request, SamplingParams
 from moe.engine.whole_file import write_whole
@@ -212,8 +212,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Profile one model, print the tables, write them to `result`. 2: a wrong command line, or a model that cannot be
     loaded."""
     words = sys.argv[1:] if argv is None else list(argv)
-    if asks_for_help(words):
-        print(__doc__)
+    if helped(words, __doc__):
         return 0
     own, others = own_words(words, OWN_KEYS)
     try:

@@ -15,7 +15,7 @@ from typing import Any
 
 from launch.figure import Figure
 from launch.roofline import Ceilings
-from launch.words import asks_for_help, refuse
+from launch.words import helped, refuse
 
 try:
     import matplotlib  # pyright: ignore[reportMissingImports]
@@ -110,8 +110,7 @@ def draw_points(points: Sequence[Point], tb_s: float, tflop_s: float, path: Path
 def main(argv: Sequence[str] | None = None) -> int:
     """Draw result files into one picture. 2: a wrong command line."""
     words = sys.argv[1:] if argv is None else list(argv)
-    if asks_for_help(words):
-        print(__doc__)
+    if helped(words, __doc__):
         return 0
     try:
         if len(words) < 2:

@@ -42,7 +42,7 @@ from launch.tile_trials import (
     write_table,
 )
 from launch.words import (
-    asks_for_help,
+    helped,
     number_above_zero,
     output_file,
     positives,
@@ -199,8 +199,7 @@ def print_outcomes(outcomes: Sequence[Outcome], console: Console) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Sweep, print, write. 2: a wrong command line, or no GPU."""
     words = sys.argv[1:] if argv is None else list(argv)
-    if asks_for_help(words):
-        print(__doc__)
+    if helped(words, __doc__):
         return 0
     try:
         own = read_words(words)

@@ -6,6 +6,7 @@ import difflib
 import sys
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from configs.checks import file_to_write
@@ -18,13 +19,15 @@ def asks_for_help(words: Sequence[str]) -> bool:
 
 
 def print_help(text: str | None, keys: Mapping[str, str]) -> None:
-    """A command's docstring, and its keys with what they mean."""
+    """A command's docstring, and its keys with what they mean, if the docstring does not say."""
     print(text)
+    if not keys:
+        return
     width = max(map(len, keys)) + 3
     print("\n".join(f"  {name + '=':<{width}}{meaning}" for name, meaning in keys.items()))
 
 
-def helped(words: Sequence[str], text: str | None, keys: Mapping[str, str]) -> bool:
+def helped(words: Sequence[str], text: str | None, keys: Mapping[str, str] = MappingProxyType({})) -> bool:
     """Whether help was asked for; then it was printed, and that is all of the command."""
     if asks_for_help(words):
         print_help(text, keys)

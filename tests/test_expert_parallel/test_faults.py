@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +15,7 @@ from expert_parallel import faults
 from expert_parallel.faults import FaultWatch
 from expert_parallel.group import RankValues, bring_up
 from tests.ranks import RanksFailed, run_ranks
-from tests.test_expert_parallel.test_group import free_port
+from tests.test_expert_parallel.test_group import free_port, run_script
 
 ROOT = Path(__file__).resolve().parents[2]
 SLOW_S = 1.5
@@ -230,14 +228,6 @@ if sys.argv[2] == "closed":
 @pytest.mark.parametrize("way", ["closed", "left", "raised"])
 def test_nobody_listens_when_python_ends(tmp_path: Path, way: str) -> None:
     """A thread that came back from the store then ended the process by SIGABRT: an LLM that nobody closed, say."""
-    script = tmp_path / "script.py"
-    script.write_text(ALONE_SCRIPT)
-    run = subprocess.run(
-        [sys.executable, str(script), str(free_port()), way],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
+    run = run_script(tmp_path, ALONE_SCRIPT, words=(str(free_port()), way))
     assert run.returncode == (way == "raised"), run.stderr
     assert run.stdout.endswith("at the end ['MainThread']\n"), run.stdout

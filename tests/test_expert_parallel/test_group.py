@@ -42,6 +42,21 @@ def free_port() -> int:
         return listener.getsockname()[1]
 
 
+def run_script(
+    folder: Path, script: str, *before: str, words: tuple[str, ...] = ()
+) -> subprocess.CompletedProcess[str]:
+    """A script in a Python of its own, which it ends as scripts do; `before` and `words`: Python's and its own."""
+    path = folder / "script.py"
+    path.write_text(script)
+    return subprocess.run(
+        [sys.executable, *before, str(path), *words],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+
+
 def join_and_sum(rank: int, num_ranks: int, port: int) -> tuple[list[str], list[float], int]:
     said: list[str] = []
     ranks = bring_up(values(rank, num_ranks, port), torch.device("cpu"), 30.0, said.append)
@@ -250,15 +265,7 @@ ranks.close()
 
 def test_under_torchrun_the_store_is_the_agents(tmp_path: Path) -> None:
     """Rank 0 must not listen at a port where torchrun does."""
-    script = tmp_path / "script.py"
-    script.write_text(TORCHRUN_SCRIPT)
-    run = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
+    run = run_script(tmp_path, TORCHRUN_SCRIPT, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
     assert run.returncode == 0, run.stderr
     assert "rank 0 agent True sees [0, 1]" in run.stdout and "rank 1 agent True sees [0, 1]" in run.stdout
     assert run.stdout.count("time out after 60 s") == 1
@@ -289,15 +296,7 @@ if sys.argv[2] == "closed":
 @pytest.mark.parametrize("way", ["closed", "left"])
 def test_no_thread_of_a_collective_is_left_when_python_ends(tmp_path: Path, way: str) -> None:
     """One that let go of a tensor then ended the process by SIGABRT: "terminate called without an active exception"."""
-    script = tmp_path / "script.py"
-    script.write_text(ALONE_SCRIPT)
-    run = subprocess.run(
-        [sys.executable, str(script), str(free_port()), way],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
+    run = run_script(tmp_path, ALONE_SCRIPT, words=(str(free_port()), way))
     assert run.returncode == 0, run.stderr
     assert ("closed []\n" in run.stdout) == (way == "closed")
     assert run.stdout.endswith("at the end []\n")

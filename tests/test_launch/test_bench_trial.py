@@ -79,6 +79,19 @@ def test_each_draft_is_judged_by_itself(trial: ModuleType, tmp_path: Path, capfd
     assert "doubles: off: us" in capfd.readouterr().out
 
 
+def test_a_draft_that_breaks_or_hangs_behind_a_wrong_case_is_known_by_both(trial: ModuleType, tmp_path: Path) -> None:
+    off = BROKEN.replace("2 * x", "3 * x")
+    (trial.FOLDER / "stumbles.py").write_text(off, "utf-8")
+    (trial.FOLDER / "sleeps.py").write_text(off.replace("os._exit(7)", "__import__('time').sleep(600)"), "utf-8")
+    result = tmp_path / "trial.json"
+    assert trial.main(["drafts=stumbles,sleeps", "device=cpu", "seconds=0.001", "limit=30", f"result={result}"]) == 1
+    rows = json.loads(result.read_text("utf-8"))["cases"]
+    assert {(row["draft"], row["case"], row.get("error")) for row in rows if not row["good"]} == {
+        ("stumbles", "fine", None), ("stumbles", "", "exit status 7"),
+        ("sleeps", "fine", None), ("sleeps", "", "cut after 30 s"),
+    }  # fmt: skip
+
+
 def test_what_differs(trial: ModuleType) -> None:
     x = torch.tensor([1.0, -2.0])
     assert trial.distance(x, x.clone()) == 0.0
