@@ -135,7 +135,7 @@ def measure(name: str, device: torch.device, seconds: float, lock: Path) -> Iter
 
 def measure_apart(name: str, device: torch.device, seconds: float, lock: Path, limit: float) -> list[dict[str, Any]]:
     """The same in a process of its own: rows that it has printed before it broke or ran into the limit, and how."""
-    words = [f"drafts={name}", f"device={device}", f"seconds={seconds}", f"lock={lock}"]
+    words = [f"drafts={name}", f"device={device.type}", f"seconds={seconds}", f"lock={lock}"]
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as errors:
         try:
             command = [sys.executable, __file__, *words]
