@@ -44,6 +44,18 @@ LARGEST_BELOW_ONE = 1.0 - 2.0**-24
 SERIES_BELOW = 1e-3
 
 
+class Drawn(NamedTuple):
+    """Where a step's ids go. Rows that name one entry are padding: any of their ids may stay there.
+
+    `ids` may be pinned host memory: kernels write there, too, and who waits for them reads it without a copy.
+    """
+
+    ids: Tensor  # int64, one-dimensional
+    at_B: Tensor  # int64, each row's entry of `ids`
+    newest_P: Tensor  # int64, by place
+    place_B: Tensor  # int64, each row's entry of `newest_P`
+
+
 def sample_argmax(logits_BV: Tensor, temperature_B: Tensor, seed_B: Tensor, position_B: Tensor) -> Tensor:
     """ids_B int64. logits fp32 (rows may be strided), temperature fp32 >= 0, seed and position int64.
 
@@ -52,6 +64,18 @@ def sample_argmax(logits_BV: Tensor, temperature_B: Tensor, seed_B: Tensor, posi
     if uses_triton(logits_BV):
         return sample_argmax_triton(logits_BV, temperature_B, seed_B, position_B)
     return sample_argmax_reference(logits_BV, temperature_B, seed_B, position_B)
+
+
+def sample_argmax_into(
+    drawn: Drawn, logits_BV: Tensor, temperature_B: Tensor, seed_B: Tensor, position_B: Tensor
+) -> None:
+    """The ids of `sample_argmax`, written where `drawn` says."""
+    if uses_triton(logits_BV):
+        sample_argmax_triton(logits_BV, temperature_B, seed_B, position_B, drawn)
+        return
+    ids_B = sample_argmax_reference(logits_BV, temperature_B, seed_B, position_B)
+    drawn.ids.scatter_(0, drawn.at_B, ids_B)
+    drawn.newest_P.scatter_(0, drawn.place_B, ids_B)
 
 
 @triton.jit
@@ -157,9 +181,12 @@ def _sample_kernel(
     tl.store(id_ptr + at, tl.where(tl.min(good.to(tl.int32), axis=0) > 0, winner, -1))
 
 
-# ids_ptr int64 [B]. Grid (B,): program b takes the best of row b's parts, of which PARTS (a power of two) hold all.
+# ids_ptr int64 [B]; with at_ptr, all four pointers as in `Drawn`.
+# Grid (B,): program b takes the best of row b's parts, of which PARTS (a power of two) hold all.
 @triton.jit
-def _best_part_kernel(score_ptr, id_ptr, ids_ptr, num_parts, PARTS: tl.constexpr, PDL: tl.constexpr):
+def _best_part_kernel(
+    score_ptr, id_ptr, ids_ptr, at_ptr, newest_ptr, place_ptr, num_parts, PARTS: tl.constexpr, PDL: tl.constexpr
+):
     wait_for_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
     part = tl.arange(0, PARTS)
@@ -168,14 +195,29 @@ def _best_part_kernel(score_ptr, id_ptr, ids_ptr, num_parts, PARTS: tl.constexpr
     best = tl.max(score, axis=0)
     winner = tl.min(tl.where(score == best, ids, 2147483647), axis=0)
     fails = (tl.min(ids, axis=0) < 0) | (best == float("-inf"))
-    tl.store(ids_ptr + row, tl.where(fails, -1, winner).to(tl.int64))
+    id = tl.where(fails, -1, winner).to(tl.int64)
+    if at_ptr is None:
+        tl.store(ids_ptr + row, id)
+    else:
+        tl.store(ids_ptr + tl.load(at_ptr + row), id)
+        tl.store(newest_ptr + tl.load(place_ptr + row), id)
 
 
-def sample_argmax_triton(logits_BV: Tensor, temperature_B: Tensor, seed_B: Tensor, position_B: Tensor) -> Tensor:
-    """The kernels' launcher; also what the interpreter's tests call on CPU tensors."""
+def sample_argmax_triton(
+    logits_BV: Tensor, temperature_B: Tensor, seed_B: Tensor, position_B: Tensor, drawn: Drawn | None = None
+) -> Tensor:
+    """The kernels' launcher, which returns what it writes; also what the interpreter's tests call on CPU tensors."""
     _check_operands(logits_BV, temperature_B, seed_B, position_B)
     batch, vocab_size = logits_BV.shape
-    ids_B = torch.empty(batch, dtype=torch.int64, device=logits_BV.device)
+    where: tuple[Tensor | None, ...] = (None, None, None)
+    if drawn is None:
+        ids_B = torch.empty(batch, dtype=torch.int64, device=logits_BV.device)
+    else:
+        ids_B, *where = drawn
+        for name, x, size in zip(Drawn._fields, drawn, (None, batch, None, batch), strict=True):
+            assert_shape(f"drawn.{name}", x, (size,))
+            assert_dtype(f"drawn.{name}", x, torch.int64)
+            assert x.is_contiguous(), f"drawn.{name} must lie together in memory"
     if batch > 0:
         part_tiles = 1 if batch <= FEW_ROWS else PART_TILES
         num_parts = cdiv(vocab_size, part_tiles * TILE)
@@ -200,6 +242,7 @@ def sample_argmax_triton(logits_BV: Tensor, temperature_B: Tensor, seed_B: Tenso
             score_BS,
             id_BS,
             ids_B,
+            *where,
             num_parts,
             PARTS=triton.next_power_of_2(num_parts),
             num_warps=1,

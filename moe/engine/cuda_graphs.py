@@ -2,8 +2,9 @@
 
 Knows the network's interface, batch sizes and lengths; knows nothing of requests. A graph makes its inputs from a few
 numbers a row (kernels/decode_inputs.py), which one small copy brings to a fixed place, runs the network, draws a token
-for every row and leaves it where the next step finds it. Kernels give a row the same bits in any batch and under any
-bound on the lengths, so a replayed step equals an eager one, bit for bit.
+for every row and leaves it where the next step finds it, and on the host, by its own hand: a copy would lie between two
+replays. Kernels give a row the same bits in any batch and under any bound on the lengths, so a replayed step equals an
+eager one, bit for bit.
 
 A step of B rows runs in the smallest graph that holds it. The rows above B are padding: nothing is written or read for
 them, and they go to no expert.
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import logging
 import time
+import weakref
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 
@@ -25,7 +27,7 @@ import torch
 from torch import Tensor
 
 from kernels.decode_inputs import Places, decode_inputs
-from kernels.sample import sample_argmax
+from kernels.sample import Drawn, sample_argmax_into
 from kv_cache.layout import LayerCache
 from moe.engine.network import Network
 from moe.model.offloaded_experts import Offload
@@ -36,6 +38,8 @@ logger = logging.getLogger(__name__)
 # Bounds on the lengths of a step's sequences: a graph's attention has programs for every split below its bound. Each
 # bound costs one more graph a size; programs without keys end at once.
 LENGTH_BOUNDS = (2048, 8192, 32768, 131072)
+HOST_STEPS = 4
+"""So many steps' ids may wait on the host to be read; the engine has two on their way."""
 PROGRESS_S = 2.0
 
 
@@ -78,7 +82,8 @@ class DecodeGraphs:
         self._rows: dict[int, Tensor] = {}
         self._graphs: dict[tuple[int, int, bool], torch.cuda.CUDAGraph] = {}
         self._all_rows_B = torch.arange(self.max_num_seqs, device=self.device)
-        self._ids_B = torch.empty(self.max_num_seqs, dtype=torch.int64, device=self.device)
+        self._ids = torch.empty(HOST_STEPS * self.max_num_seqs, dtype=torch.int64, pin_memory=True)
+        self._free_parts = list(range(HOST_STEPS))  # of `_ids`, which nobody has to read any more
         self._logits_BV: Tensor | None = None  # made when a step first wants logits
         self.num_prepared = 0  # `prepare` has done what it could for so many sequences
 
@@ -102,13 +107,19 @@ class DecodeGraphs:
         return self._offload is None or self._offload.captures(num_rows * self._top_k)
 
     def draw(self, rows_4B: np.ndarray, most_rows: int = 0, max_kv_len: int = 0) -> Tensor:
-        """Drawn ids int64 [B] of the rows, in their order. Overwritten by the next call.
+        """Drawn ids int64 [B] of the rows, in their order, on the host: they are there when the step has ended, and are
+        the caller's for as long as the tensor lives (a view does not count).
 
         The graph has room for `most_rows` rows and lengths of `max_kv_len`, where others need it: all ranks replay the
         same one. B may be 0.
         """
+        assert self._free_parts, f"the ids of {HOST_STEPS} steps wait to be read"
+        first = self._free_parts[-1] * self.max_num_seqs
         self._replay(rows_4B, most_rows, max_kv_len, wants_logits=False)
-        return self._ids_B[: rows_4B.shape[1]]
+        ids_B = self._ids[first : first + rows_4B.shape[1]]
+        # Given back by whoever lets go of it: only a later replay writes there, behind this one on the device.
+        weakref.finalize(ids_B, self._free_parts.append, self._free_parts.pop()).atexit = False
+        return ids_B
 
     def logits(self, rows_4B: np.ndarray, most_rows: int = 0, max_kv_len: int = 0) -> Tensor:
         """fp32 logits [B, V] of the rows, in their order, and nothing drawn. Else as `draw`."""
@@ -161,16 +172,19 @@ class DecodeGraphs:
             self._offload.replayed()
 
     def _padded(self, rows_4B: np.ndarray, size: int) -> Tensor:
-        """Pinned: a copy from there waits for nobody, and torch keeps the memory until it is done."""
-        host = torch.empty((4, size), dtype=torch.int64, pin_memory=True)
+        """The rows, padding, and where in `_ids` what they draw goes. Pinned: a copy from there waits for nobody, and
+        torch keeps the memory until it is done."""
+        host = torch.empty((5, size), dtype=torch.int64, pin_memory=True)
         array, used = host.numpy(), rows_4B.shape[1]
-        array[:, :used] = rows_4B
-        array[:, used:] = [[0], [self.max_num_seqs], [-1], [0]]
+        array[:4, :used] = rows_4B
+        array[:4, used:] = [[0], [self.max_num_seqs], [-1], [0]]
+        # Steps of which logits are wanted draw nothing, and need no part.
+        array[4] = (self._free_parts or [0])[-1] * self.max_num_seqs + np.arange(size)
         return host
 
     def _run(self, size: int, bound: int, *, wants_logits: bool) -> None:
         """One step over the rows that lie at the fixed place."""
-        rows_4B = self._rows[size]
+        rows_4B, at_B = self._rows[size][:4], self._rows[size][4]
         inputs = decode_inputs(rows_4B, self.places, block_size=self.block_size, width=-(-bound // self.block_size))
         step = StepInput(
             token_ids_T=inputs.token_ids_B,
@@ -187,15 +201,14 @@ class DecodeGraphs:
             assert self._logits_BV is not None, "logits without a place for them"
             self._logits_BV[:size].copy_(logits_BV)
             return
-        ids_B = sample_argmax(logits_BV, inputs.temperature_B, inputs.seed_B, inputs.draw_position_B)
-        self._ids_B[:size].copy_(ids_B)
-        self.places.newest_P.scatter_(0, rows_4B[1], ids_B)
+        drawn = Drawn(self._ids, at_B, self.places.newest_P, rows_4B[1])
+        sample_argmax_into(drawn, logits_BV, inputs.temperature_B, inputs.seed_B, inputs.draw_position_B)
 
     def _capture(self, size: int, bound: int, *, wants_logits: bool) -> torch.cuda.CUDAGraph:
         """A step of padding alone."""
         started = time.perf_counter()
         if size not in self._rows:
-            self._rows[size] = torch.empty((4, size), dtype=torch.int64, device=self.device)
+            self._rows[size] = torch.empty((5, size), dtype=torch.int64, device=self.device)
         nothing = np.zeros((4, 0), np.int64)
         self._rows[size].copy_(self._padded(nothing, size))
         graph = self.record(lambda: self._run(size, bound, wants_logits=wants_logits))

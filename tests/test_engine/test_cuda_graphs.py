@@ -6,12 +6,13 @@ import gc
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from configs.schema import CacheConfig, Config, EngineConfig
 from moe import LLM, SamplingParams
-from moe.engine.cuda_graphs import graph_sizes
+from moe.engine.cuda_graphs import HOST_STEPS, graph_sizes
 from tests.tiny_models import write_variant
 
 
@@ -43,9 +44,19 @@ def answers(folder: Path, *, graphs: bool, **options: Any):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("variant", ["mixtral-window", "qwen3_moe", "deepseek_v2-groups", "deepseek_v3-yarn"])
-def test_replayed_steps_give_the_same_ids_and_loads(tmp_path: Path, variant: str) -> None:
-    write_variant(tmp_path, variant, dtype="bfloat16")
+@pytest.mark.parametrize(
+    ("variant", "options"),
+    [
+        ("mixtral-window", {}),
+        ("qwen3_moe", {}),
+        ("deepseek_v2-groups", {}),
+        ("deepseek_v3-yarn", {}),
+        # A step's list of pieces lies in its graph.
+        ("deepseek_v3", {"num_attention_heads": 64, "kv_lora_rank": 512, "qk_rope_head_dim": 64}),
+    ],
+)
+def test_replayed_steps_give_the_same_ids_and_loads(tmp_path: Path, variant: str, options: dict[str, int]) -> None:
+    write_variant(tmp_path, variant, dtype="bfloat16", **options)
     launched, launched_load, llm = answers(tmp_path, graphs=False)
     assert llm.engine.runner.graphs is None
     llm.close()
@@ -130,3 +141,23 @@ def test_graphs_are_captured_before_the_first_step_or_when_wanted(tmp_path: Path
         assert graphs is not None
         assert graphs.num_graphs == (10 if seconds else 1)
     assert graphs.num_graphs == 0
+
+
+@pytest.mark.gpu
+def test_ids_stay_while_somebody_has_them(tmp_path: Path) -> None:
+    """Steps of padding alone, whose ids nobody waits for: each has a part of its own until it is let go of."""
+    write_variant(tmp_path, "qwen3_moe", dtype="bfloat16")
+    params = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)
+    with opened(tmp_path) as llm:
+        llm.generate(prompts_of(2), params)
+        graphs = llm.engine.graphs
+        assert graphs is not None
+        nothing = np.zeros((4, 0), np.int64)
+        held = [graphs.draw(nothing) for _ in range(HOST_STEPS)]
+        assert len({each.data_ptr() for each in held}) == HOST_STEPS and held[0].is_pinned()
+        with pytest.raises(AssertionError, match=f"ids of {HOST_STEPS} steps"):
+            graphs.draw(nothing)
+        place = held.pop(1).data_ptr()
+        assert graphs.draw(nothing).data_ptr() == place
+        held.clear()
+        assert llm.generate(prompts_of(2), params)[0].outputs[0].token_ids

@@ -171,6 +171,38 @@ def test_what_one_part_holds_counts_for_the_row(backend, times: int) -> None:
     assert sample_argmax_triton(*args).tolist() == [-1, -1, 16384, 8191, 0] * times
 
 
+def test_ids_go_where_they_are_asked_to(backend) -> None:
+    """To each row's entry, and to each row's place; of rows that name one, which are padding, any's."""
+    args = rows(4, 2049, *backend)
+    wanted = sample_argmax_reference(*(x.cpu() for x in args)).tolist()
+    on_gpu = backend.device == "cuda"
+    for pinned in {False, on_gpu}:
+        ids = torch.full((7,), -7, pin_memory=True) if pinned else torch.full((7,), -7, device=backend.device)
+        at_B, places_B = (torch.tensor(each, device=backend.device) for each in ([3, 2, 5, 6], [5, 0, 6, 6]))
+        drawn = sample.Drawn(ids, at_B, torch.full((7,), -7, device=backend.device), places_B)
+        if on_gpu:
+            sample.sample_argmax_into(drawn, *args)
+            torch.cuda.synchronize()
+        else:
+            sample_argmax_triton(*args, drawn)
+        check_drawn(drawn, wanted)
+
+
+def test_reference_ids_go_where_they_are_asked_to() -> None:
+    args = rows(4, 2049, "cpu", torch.float32)
+    drawn = sample.Drawn(
+        torch.full((7,), -7), torch.tensor([3, 2, 5, 6]), torch.full((7,), -7), torch.tensor([5, 0, 6, 6])
+    )
+    sample.sample_argmax_into(drawn, *args)
+    check_drawn(drawn, sample_argmax_reference(*args).tolist())
+
+
+def check_drawn(drawn: sample.Drawn, wanted: list[int]) -> None:
+    assert drawn.ids.tolist() == [-7, -7, wanted[1], wanted[0], -7, *wanted[2:]]
+    *newest, padding = drawn.newest_P.tolist()
+    assert newest == [wanted[1], -7, -7, -7, -7, wanted[0]] and padding in wanted[2:]
+
+
 def special_rows(device: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Rows of 600: NaN once, +inf once, all -inf, one finite, ties at 3 and 520; each greedy, then drawn."""
     logits_6V = torch.zeros(6, 600)
@@ -268,4 +300,7 @@ def test_compiles(arch: int) -> None:
     }
     assert compile_ahead(sample._sample_kernel, arch, args | parts)
     args = {"ids_ptr": "*i64", "num_parts": "i32", "PARTS": 32}
+    places = dict.fromkeys(("at_ptr", "newest_ptr", "place_ptr"))
+    assert compile_ahead(sample._best_part_kernel, arch, args | places | parts, num_warps=1)
+    args |= dict.fromkeys(places, "*i64")
     assert compile_ahead(sample._best_part_kernel, arch, args | parts, num_warps=1)
