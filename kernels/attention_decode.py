@@ -5,8 +5,7 @@ Knows pages, lengths and heads; knows neither layers nor requests.
     out_BHV[b, h] = sum over positions p of softmax_p(scale * q[b, h] . k[p]) * v[p]
     max(0, kv_len - window) <= p < kv_len   (without a window: 0 <= p < kv_len)
 
-With few sequences the launch takes along what qk_rope_store.py does: each program normalises and turns its own queries,
-and the one that has the last split stores the new key and value before it reads them.
+With few sequences a launch takes along what qk_rope_store.py does (attention_decode_rows.py).
 """
 # pyright: reportCallIssue=false
 
@@ -20,18 +19,17 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.attention_decode_int4 import attention_decode_int4
+from kernels.attention_decode_rows import attention_decode_rows
 from kernels.checks import assert_dtype, assert_same_device, assert_shape, next_power_of_2, uses_triton
-from kernels.decode_cut import FEW_PROGRAMS, SPLITS, decode_tile, most_parts, takes_runs
+from kernels.decode_cut import SPLITS, decode_tile, most_parts, takes_runs
 from kernels.dependent_launch import dependent_launch, wait_for_inputs
 from kernels.kv_int4 import Int4Scales
 from kernels.kv_quantize import UNIT, KVScales
 from kernels.kv_tiles import OnlineSoftmax, gather_kv_tile, tile_product
-from kernels.new_rows import NewRows, ask_for_keys, store_new
+from kernels.new_rows import NewRows
 from kernels.paged_kv import check_paged_kv
-from kernels.rmsnorm import norm_tile
 from kernels.split_kv import SplitRule
 from kernels.split_runs import RUN, Parts, merge_next, merge_runs, no_keys, splits_of
-from kernels.turn_heads import turn_of_columns, turned_rows
 
 _REFERENCE_TILE = 128  # keys visited at once by the reference, at multiples of this position
 
@@ -53,8 +51,8 @@ def attention_decode(
 
     block_tables_BM int32 (entries past kv_len are never used), kv_lens_B int32 (with the new token; 0 gives zeros),
     window 0: all positions; scales: of caches in e4m3 or int4. max_kv_len >= every kv_len; it bounds the work and does
-    not change a bit of the result. `new`, where `stores_new`: queries are as projected, and what `qk_rope_store` does
-    with them, the keys and the values comes first, in the same launch and with the same bits.
+    not change a bit of the result. `new`, where `stores_new` (attention_decode_rows.py): queries are as projected, and
+    what `qk_rope_store` does with them, the keys and the values comes first, in the same launch, with the same bits.
     """
     operands = (q_BHC, k_cache_NPGC, v_cache_NPGV, block_tables_BM, kv_lens_B)
     options = {"scale": scale, "window": window, "max_kv_len": max_kv_len, "scales": scales}
@@ -82,30 +80,12 @@ def _check_operands(
     )
 
 
-def stores_new(q_BHC: Tensor, num_kv_heads: int, scales: KVScales | Int4Scales | None) -> bool:
-    """Whether `attention_decode` takes `new`: of few programs, in a cache of the model's dtype, where a head lies in
-    the same threads whatever the tile, so that its norm has the same bits (see `tile_of_many` in rmsnorm.py)."""
-    num_sequences, _, width = q_BHC.shape
-    rows, block_c, num_warps = norm_tile(width)
-    return (
-        uses_triton(q_BHC)
-        and scales is None
-        and q_BHC.dtype != torch.float32
-        and 0 < num_sequences * num_kv_heads <= FEW_PROGRAMS
-        and width == block_c
-        and rows * block_c >= num_warps * 32 * 8
-    )
-
-
 # The partial result of each split, or of each run of splits (kernels/split_runs.py), s[p] = scale * log2(e) * q . k[p];
 #   a sequence of one is done then: out[b, h] = sum_p 2^s[p] v[p] / sum_p 2^s[p]
 #   q_ptr [B, H, C], k_ptr, v_ptr [N, P, G, C] and [N, P, G, V], one dtype, any strides but the last; or k and v e4m3,
 #   with k_scale_ptr, v_scale_ptr fp32 [N, P, G] (else None): k's go into the scores, v's into the weights, which makes
 #   acc a multiple of UNIT; int32: tables_ptr [B, M], kv_lens_ptr [B]; out_ptr [B, H, V]; acc_ptr fp32 [B, S, H, V] and
 #   sums_ptr fp32 [2, B, S, H]
-#   With new_k_ptr [B, G, C] and new_v_ptr [B, G, V], rows and heads strided (else None), queries are first normalised
-#   (weights [C] or None) and turned (angles_ptr fp32 [P, 2 * HALF], positions_ptr int64 [B]); so are the new keys,
-#   which go with their values to slots_ptr int64 [B].
 #   grid (G, S, B): a program owns one split or, WHOLE, one run of one kv head with all its query heads, as the rows of
 #   one tile. fp32 accumulation. Rows from H / G on are zero queries, not written. Tiles stand at multiples of BLOCK_N;
 #   keys outside [first, end) are not read (the nearest key inside stands in) and weigh 0. A program without keys ends.
@@ -123,22 +103,10 @@ def _decode_kernel(
     out_ptr,
     acc_ptr,
     sums_ptr,
-    new_k_ptr,
-    new_v_ptr,
-    q_weight_ptr,
-    k_weight_ptr,
-    angles_ptr,
-    positions_ptr,
-    slots_ptr,
-    eps,
     scale_log2,
     num_heads,
     stride_qb,
     stride_qh,
-    stride_nkb,
-    stride_nkg,
-    stride_nvb,
-    stride_nvg,
     stride_kn,
     stride_kp,
     stride_kg,
@@ -162,8 +130,6 @@ def _decode_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_V: tl.constexpr,
-    HALF: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     kv_head, place, sequence = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2).to(tl.int64)
@@ -190,32 +156,9 @@ def _decode_kernel(
     begin = first // BLOCK_N * BLOCK_N
     index = tl.minimum(tl.maximum(begin + n, first), end - 1)
     block = tl.load(table_ptr + index // PAGE, mask=index >= 0, other=0)
-    if new_k_ptr is not None:
-        position, slot = tl.load(positions_ptr + sequence), tl.load(slots_ptr + sequence)
-        NORMED: tl.constexpr = q_weight_ptr is not None
-        q_turn = turn_of_columns(c[None, :], q_weight_ptr, angles_ptr, position, WIDTH, HALF, INTERLEAVED)
-        k_turn = turn_of_columns(c[None, :], k_weight_ptr, angles_ptr, position, WIDTH, HALF, INTERLEAVED)
-        if PDL:
-            ask_for_keys(
-                k_ptr, v_ptr, table_ptr, first, end, stride_kn, stride_kp, stride_vn, stride_vp, PAGE, BLOCK_N, WIDTH
-            )
-    wait_for_inputs(PDL)  # lengths, tables and older keys are older than the launch before
-    q_row_ptr = q_ptr + sequence * stride_qb + head[:, None] * stride_qh
-    if new_k_ptr is None:
-        q = tl.load(q_row_ptr + c[None, :], mask=real[:, None] & (c < WIDTH)[None, :], other=0.0)
-    else:
-        q = turned_rows(q_row_ptr, c[None, :], real[:, None], eps, q_turn, WIDTH, HALF, INTERLEAVED, NORMED)
-        page, offset = slot // PAGE, slot % PAGE
-        store_new(
-            new_k_ptr + sequence * stride_nkb + kv_head * stride_nkg,
-            new_v_ptr + sequence * stride_nvb + kv_head * stride_nvg,
-            k_ptr + page * stride_kn + offset * stride_kp,
-            v_ptr + page * stride_vn + offset * stride_vp,
-            (split + own >= splits) & (slot >= 0),
-            eps, k_turn, WIDTH, VALUE_WIDTH, HALF, INTERLEAVED, NORMED, BLOCK_H, BLOCK_C, BLOCK_V,
-        )  # fmt: skip
-        # What some threads have written others read.
-        tl.debug_barrier()
+    wait_for_inputs(PDL)  # lengths and tables are older than the launch before
+    q_ptrs = q_ptr + sequence * stride_qb + head[:, None] * stride_qh + c[None, :]
+    q = tl.load(q_ptrs, mask=real[:, None] & (c < WIDTH)[None, :], other=0.0)
     for start in range(begin, end, BLOCK_N):
         key = start + n
         in_page = tl.minimum(tl.maximum(key, first), end - 1) % PAGE
@@ -290,10 +233,13 @@ def attention_decode_triton(
     int4 = isinstance(scales, Int4Scales)
     if num_sequences == 0 or max_kv_len == 0:
         return q_BHC.new_zeros(num_sequences, num_heads, width if int4 else value_width)
+    if new is not None:
+        assert scales is None and not whole, "new rows are taken by splits of a cache in the model's dtype"
+        operands = (q_BHC, k_cache_NPGC, v_cache_NPGV, block_tables_BM, kv_lens_B, new, rule)
+        return attention_decode_rows(*operands, scale=scale, window=window, max_kv_len=max_kv_len)
     if int4:
         operands = (q_BHC, k_cache_NPGC, v_cache_NPGV, block_tables_BM, kv_lens_B, scales, rule)
         return attention_decode_int4(*operands, scale=scale, window=window, max_kv_len=max_kv_len)
-    assert new is None or scales is None, "codes are stored by qk_rope_store alone"
     if whole is None:
         whole = takes_runs(num_sequences * num_kv_heads, max_kv_len, rule)
     number = most_parts(max_kv_len, window, rule, whole=whole)
@@ -302,8 +248,6 @@ def attention_decode_triton(
     out_BHV = q_BHC.new_empty(num_sequences, num_heads, value_width)
     parts = Parts.of(num_sequences, number, num_heads, value_width, q_BHC.device)
     k_NPG, v_NPG = scales[:2] if scales else (None, None)
-    k_BGC, v_BGC, norms, rope, slots_B = new or (None, None, None, None, None)
-    q_C, k_C, eps = norms or (None, None, 0.0)
     _decode_kernel[(num_kv_heads, number, num_sequences)](
         q_BHC,
         k_cache_NPGC,
@@ -314,19 +258,9 @@ def attention_decode_triton(
         kv_lens_B,
         out_BHV,
         *parts,
-        k_BGC,
-        v_BGC,
-        q_C,
-        k_C,
-        rope.cos_sin_PR if rope else None,
-        rope.positions_T if rope else None,
-        slots_B,
-        eps,
         scale * log2(e),
         num_heads,
         *q_BHC.stride()[:2],
-        *((0, 0) if k_BGC is None else k_BGC.stride()[:2]),
-        *((0, 0) if v_BGC is None else v_BGC.stride()[:2]),
         *k_cache_NPGC.stride()[:3],
         *v_cache_NPGV.stride()[:3],
         *((0, 0, 0) if k_NPG is None else k_NPG.stride()),
@@ -344,8 +278,6 @@ def attention_decode_triton(
         BLOCK_N=tile.block_n,
         BLOCK_C=max(16, next_power_of_2(width)),
         BLOCK_V=max(16, next_power_of_2(value_width)),
-        HALF=rope.cos_sin_PR.shape[1] // 2 if rope else 0,
-        INTERLEAVED=rope.interleaved if rope else False,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         **dependent_launch(q_BHC),

@@ -14,12 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.checks import (
-    assert_last_contiguous,
-    cdiv,
-    next_power_of_2,
-    uses_triton,
-)
+from kernels.checks import assert_last_contiguous, cdiv, next_power_of_2, uses_triton
+from kernels.combine_few import launch_few, serves_few_rows
 from kernels.dependent_launch import AHEAD_ROWS, dependent_launch, wait_for_inputs
 from kernels.rmsnorm import add_residual, norm_tile, rms_apply, rms_scale, rmsnorm_residual_reference
 
@@ -81,21 +77,6 @@ def _add_chosen(total, y_ptr, rows, weights, d, num_columns, stride_y, NUMBER: t
         here = rows[k] >= 0
         y = tl.load(y_ptr + rows[k].to(tl.int64) * stride_y + d, mask=here & (d < num_columns), other=0.0)
         total += tl.where(here, weights[k], 0.0) * y.to(tl.float32)
-    return total
-
-
-@triton.jit
-def _add_in_order(total, y_ptr, row_ptr, weights_ptr, token, in_batch, d, num_columns, stride_y, TOP_K: tl.constexpr):
-    """`add_experts`, where row t * K + k of y is choice k of token t: rows are asked for together with choices."""
-    rows, weights = _choices(row_ptr, weights_ptr, token * TOP_K, in_batch, TOP_K)
-    ys = ()
-    for k in tl.static_range(TOP_K):
-        y_row_ptr = y_ptr + (token * TOP_K + k) * stride_y
-        ys += (tl.load(y_row_ptr + d, mask=in_batch & (d < num_columns), other=0.0),)
-    for k in tl.static_range(TOP_K):
-        # What no expert has written may be anything.
-        y = tl.where(rows[k] >= 0, ys[k], 0.0)
-        total += tl.where(rows[k] >= 0, weights[k], 0.0) * y.to(tl.float32)
     return total
 
 
@@ -177,10 +158,7 @@ def _combine_norm_kernel(
     residual = tl.load(residual_ptr + token * stride_residual + d, mask=used, other=0.0)
     norm = tl.load(norm_ptr + d, mask=d < num_columns, other=0.0)
     total = tl.zeros((BLOCK_R, BLOCK_D), tl.float32)
-    if IN_ORDER:
-        wait_for_inputs(PDL)
-        total = _add_in_order(total, y_ptr, row_ptr, weights_ptr, token, in_batch, d, num_columns, stride_y, TOP_K)
-    elif TOP_K <= UNROLLED:
+    if TOP_K <= UNROLLED and not IN_ORDER:
         # The router's choices and the residual are older than the launch before this one, whose rows are waited for.
         rows, weights = _choices(row_ptr, weights_ptr, token * TOP_K, in_batch, TOP_K)
         wait_for_inputs(PDL)
@@ -228,13 +206,17 @@ def combine_norm_triton(
     *,
     in_order: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """`combine_norm` as one launch."""
+    """`combine_norm` as one launch; of few rows, that of combine_few.py."""
     _check_operands(y_RD, packed_row_TK, weights_TK)
     _check_norm(y_RD, packed_row_TK, residual_TD, norm_D, shared_TD)
     (num_tokens, top_k), num_columns = packed_row_TK.shape, y_RD.shape[1]
     out_TD, sum_TD = y_RD.new_empty(num_tokens, num_columns), y_RD.new_empty(num_tokens, num_columns)
     if out_TD.numel() == 0:
         return out_TD, sum_TD
+    if serves_few_rows(y_RD, packed_row_TK):
+        choices, results = (packed_row_TK, weights_TK), (out_TD, sum_TD)
+        launch_few(y_RD, *choices, shared_TD, residual_TD, norm_D, eps, results, in_order=in_order)
+        return results
     block_r, block_d, num_warps = norm_tile(num_columns)
     _combine_norm_kernel[(cdiv(num_tokens, block_r),)](
         y_RD,

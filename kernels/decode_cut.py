@@ -14,10 +14,10 @@ SPLITS = SplitRule(128, few=8)
 """On an H200, 32 heads over 4 of 128, microseconds with splits of 128 / 256 / 512 keys: one sequence of 576 6.7 / 8.7 /
 13.2, 256 of 576 95 / 92 / 94, 64 of 4096 149 / 141 / 135."""
 
-FEW_PROGRAMS = 4
-"""Up to so many kv heads of all sequences the launch takes along what comes before it. Measured on an H200, 576 keys,
-us a layer, so / with a launch for that: 4 heads (qwen3, 1 row) 52.7 / 53.6; 8 (mixtral, 1 row) 205.0 / 204.7, 16
-(qwen3, 4 rows) 102.9 / 102.3, 32 151.7 / 150.4: every split turns its queries again, on the way to its first key."""
+FEW_PROGRAMS = 16
+"""Up to so many kv heads of all sequences the launch takes along what comes before it (attention_decode_rows.py).
+Measured on an H200, 577 keys, microseconds, so / with a launch for that: 8 heads (mixtral, 1 row) 4.4 / 6.9, 8 (qwen3,
+2 rows) 4.9 / 7.6, 16 (qwen3, 4 rows) 5.4 / 8.1; 16 of up to 2100 keys 13.8 / 14.9. More were not tried."""
 
 
 def decode_parts(num_sequences: int, num_kv_heads: int, max_kv_len: int, window: int = 0) -> int:

@@ -17,6 +17,8 @@ takes less time than to wait for the one program that sees all, and for what it 
 Shared experts, to which every row goes, may come along. Their pieces are no one's choice and come first: weights flow
 while the experts are chosen.
 
+One row alone (ONE) is copied and chosen for without seven beside it, and its h comes in parts: it may be of any width.
+
 The sums over K ascend, unsplit, in one fp32 accumulator, as in every other kernel here: the bits are the same.
 """
 
@@ -40,8 +42,9 @@ from kernels.checks import next_power_of_2
 from kernels.combine import UNROLLED
 from kernels.dependent_launch import dependent_launch
 from kernels.experts_few_choose import WARPS
-from kernels.experts_few_feed import BOXES, GROUPS, STAGE_BYTES, feed
-from kernels.experts_few_multiply import multiply
+from kernels.experts_few_feed import BOXES, GROUPS, feed
+from kernels.experts_few_multiply import HALVES, multiply
+from kernels.experts_few_room import FEWEST_STAGES, block_d, block_e, block_f, num_stages, second_rows
 from kernels.gate_few import Undecided
 from kernels.grouped_gemm_tma import tma_serves
 from kernels.routing import RoutingRule
@@ -69,27 +72,23 @@ this one: qwen3 1 row 49.7 / 47.9, 2 rows 69.4 / 63.7, 4 rows 98.4 / 94.1, 8 row
 67.7, 4 rows 118.4 / 117.7, 8 rows 162.4 / 161.7. In another run, the router choosing / this launch: qwen3 1 row 48.4 /
 45.9, 2 rows 64.5 / 61.9, 4 rows 95.0 / 93.1; dsv2-lite 1 row 68.9 / 68.4, 4 rows 119.1 / 119.3."""
 
-_MOST_STAGES, _FEWEST_STAGES = 11, 7
-"""Seven are dsv2-lite's, fewer have not been measured."""
-
 _MOST_SLOTS = 64
 """With rows at once: each has a counter."""
 
 _MOST_EXPERTS = 256
 """That are chosen among: eight places a lane."""
 
-_SHARED_BYTES = 216 << 10
-"""Of a program: all of a multiprocessor's but what its barriers and exchanged sums take."""
-
 
 # y[r] = w2[s] h[r], h[r] = silu(gate x) * (up x) with w13[s] of x[token[r]], s the slot whose rows hold r
 #   x_ptr [T, D], T at most 8, rows strided by groups of 8 values; w13_desc [S * 2F, D] in blocks of [16, 64], w2_desc
-#   [S * D, F] in blocks of [64, 64]; offsets_ptr int32 [S + 1]; token_ptr int32 [R], a token at most once in a slot;
+#   [S * D, F] in blocks of [ROWS, 64]; offsets_ptr int32 [S + 1]; token_ptr int32 [R], a token at most once in a slot;
 #   counters_ptr int32 [NUM_COUNTERS], zero; h_ptr [R, F], y_ptr [R, D]
 #   s13_desc [2 F', D], s2_desc [D, F'] or None: shared experts, to which token t goes with row t of h' [T, F'] and y'
 #   [T, D], which lie behind h and y
 #   grid (multiprocessors,): a program takes pieces while there are any, see the header. fp32 accumulation, h and y cast
 #   once. Rows of no slot are neither read nor written; D and F are filled up with zeros.
+#   ONE: T is 1, and a row of h comes in parts of BLOCK_F; of more tokens those of routed experts come whole, and ROWS
+#   is 64
 #   CHOICE, (experts, parts, top k, sigmoid, renormalize, BLOCK_E), and token_ptr None: row t * K + k of h and y is that
 #   of choice k of token t, T at most WARPS, and this launch chooses: from parts_ptr fp32 [P, T, E], bias_ptr fp32 [E]
 #   or None, real_ptr bool [T] or None, slot_of_ptr int32 [E]; it writes ids_ptr, packed_row_ptr int32 and weights_ptr
@@ -126,6 +125,8 @@ def experts_few_kernel(
     top_k,
     epsilon,
     scale,
+    ONE: gl.constexpr,
+    ROWS: gl.constexpr,
     STAGES: gl.constexpr,
     BLOCK_S: gl.constexpr,
     BLOCK_D: gl.constexpr,
@@ -141,15 +142,17 @@ def experts_few_kernel(
     # Room behind the last stage, for the rows that the tensor core reads in vain.
     ws = gl.allocate_shared_memory(dtype, [STAGES * BOXES + 2, 16, 64], SWIZZLED)
     xs = gl.allocate_shared_memory(dtype, [8, BLOCK_D], SWIZZLED)
-    hs = gl.allocate_shared_memory(dtype, [GROUPS, 8, BLOCK_F], SWIZZLED)
+    hs = gl.allocate_shared_memory(dtype, [GROUPS * HALVES if ONE else GROUPS, 8, BLOCK_F], SWIZZLED)
     swaps = gl.allocate_shared_memory(gl.float32, [GROUPS, 64, 8], PLAIN)
     notes = gl.allocate_shared_memory(gl.int32, [PLACES, 32], gl.SwizzledSharedLayout(1, 1, 1, order=[0]))
     full, empty = barriers(STAGES, (1, 1))
     (noted,) = barriers(PLACES, (1,))
+    if ONE:
+        num_tokens = num_tokens * 0 + 1  # for the compiler to see
     undecided, handed = None, None
     if CHOICE is not None:
-        keys = gl.allocate_shared_memory(gl.int32, [WARPS, CHOICE[5]], PLAIN)
-        choices = gl.allocate_shared_memory(gl.int32, [WARPS, CHOICE[5]], PLAIN)
+        keys = gl.allocate_shared_memory(gl.int32, [1 if ONE else WARPS, CHOICE[5]], PLAIN)
+        choices = gl.allocate_shared_memory(gl.int32, [1 if ONE else WARPS, CHOICE[5]], PLAIN)
         keys_there = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
         choices_there = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
         mbarrier.init(keys_there, count=1)
@@ -165,10 +168,14 @@ def experts_few_kernel(
     # fmt: off
     gl.warp_specialize(
         [
-            (multiply, (rows, undecided, handed, counters_ptr, sizes, ring, board, STAGES, PLACES, CHOICE, PDL, 0)),
-            (multiply, (rows, undecided, handed, counters_ptr, sizes, ring, board, STAGES, PLACES, CHOICE, PDL, 1)),
+            (multiply, (
+                rows, undecided, handed, counters_ptr, sizes, ring, board, ONE, ROWS, STAGES, PLACES, CHOICE, PDL, 0,
+            )),
+            (multiply, (
+                rows, undecided, handed, counters_ptr, sizes, ring, board, ONE, ROWS, STAGES, PLACES, CHOICE, PDL, 1,
+            )),
             (feed, (
-                weights, offsets_ptr, undecided, handed, counters_ptr, sizes, ring, board, num_tokens,
+                weights, offsets_ptr, undecided, handed, counters_ptr, sizes, ring, board, num_tokens, ROWS,
                 STAGES, PLACES, BLOCK_S, CHOICE, PDL,
             )),
         ],
@@ -178,35 +185,11 @@ def experts_few_kernel(
     # fmt: on
 
 
-def num_stages(width: int, num_hidden: int, num_experts: int = 0) -> int:
-    """Of 16 KiB: as many as fit beside the rows of x, those of h that each group has, and what is handed over of so
-    many experts that are chosen in the launch.
-
-    >>> num_stages(2048, 768), num_stages(2048, 1408), num_stages(4096, 14336)
-    (9, 7, -23)
-    """
-    rows = 16 * (_block_d(width) + GROUPS.value * _block_f(num_hidden))
-    choice = 8 * WARPS.value * _block_e(num_experts) if num_experts else 0
-    return min(_MOST_STAGES, (_SHARED_BYTES - rows - choice) // STAGE_BYTES.value)
-
-
-def _block_d(width: int) -> int:
-    return max(256, next_power_of_2(width))
-
-
-def _block_f(num_hidden: int) -> int:
-    return max(128, next_power_of_2(num_hidden))
-
-
-def _block_e(num_experts: int) -> int:
-    return max(32, next_power_of_2(num_experts))
-
-
 def serves_few_tokens(
     x_TD: Tensor, w13_S2FD: Tensor, w2_SDF: Tensor, offsets_S1: Tensor, token_R: Tensor, num_rows: int
 ) -> bool:
     """Whether this kernel takes these operands: gathered rows of few tokens, of 16 bits, on Hopper, and eight rows of x
-    or h fit into shared memory beside the weights."""
+    and, of more tokens than one, of h fit into shared memory beside the weights."""
     return slot_step(offsets_S1) == 1 and _serves(x_TD, w13_S2FD, w2_SDF, num_rows)
 
 
@@ -238,7 +221,7 @@ def _serves(x_TD: Tensor, w13_S2FD: Tensor, w2_SDF: Tensor, num_rows: int, num_e
         and 0 < min(num_rows, w2_SDF.shape[0]) <= _MOST_SLOTS
         and x_TD.dtype == w2_SDF.dtype
         and x_TD.dtype in (torch.bfloat16, torch.float16)
-        and num_stages(*w2_SDF.shape[1:], num_experts) >= _FEWEST_STAGES
+        and num_stages(x_TD.shape[0], *w2_SDF.shape[1:], num_experts) >= FEWEST_STAGES
         and tma_serves(x_TD, w13_S2FD)
         and tma_serves(x_TD, w2_SDF)
     )
@@ -291,15 +274,17 @@ def _launch(
         rule, (num_parts, _, num_experts) = undecided.rule, undecided.parts_PTE.shape
         given = (undecided.parts_PTE, undecided.bias_E, undecided.real_T, undecided.slot_of_E)
         tables = (*given, *undecided.routing, undecided.packed.packed_row_TK)
-        kind = (rule.score == "sigmoid", rule.renormalize, _block_e(num_experts))
+        kind = (rule.score == "sigmoid", rule.renormalize, block_e(num_experts))
         choice = (num_experts, num_parts, rule.top_k, *kind)
         numbers = (rule.top_k, float(rule.epsilon), float(rule.scale))
-    experts_few_kernel[(num_multiprocessors(x_TD.device),)](
+    num_programs = num_multiprocessors(x_TD.device)
+    piece = second_rows(num_tokens, rows, width, num_programs)
+    experts_few_kernel[(num_programs,)](
         x_TD,
         _boxes(w13_S2FD.view(-1, width), 16),
-        _boxes(w2_SDF.view(-1, num_hidden), 64),
+        _boxes(w2_SDF.view(-1, num_hidden), piece),
         None if shared is None else _boxes(shared.gate_up_2FD, 16),
-        None if shared is None else _boxes(shared.down_DF, 64),
+        None if shared is None else _boxes(shared.down_DF, piece),
         offsets_S1,
         token_R,
         *tables,
@@ -314,10 +299,12 @@ def _launch(
         num_shared,
         x_TD.stride(0) // 8,
         *numbers,
-        STAGES=num_stages(width, num_hidden, num_experts),
+        ONE=num_tokens == 1,
+        ROWS=piece,
+        STAGES=num_stages(num_tokens, width, num_hidden, num_experts),
         BLOCK_S=max(32, next_power_of_2(num_slots)),
-        BLOCK_D=_block_d(width),
-        BLOCK_F=_block_f(num_hidden),
+        BLOCK_D=block_d(width),
+        BLOCK_F=block_f(num_tokens, num_hidden),
         CHOICE=choice,
         num_warps=4,
         maxnreg=120,  # room for programs of the launches before and after beside this one's

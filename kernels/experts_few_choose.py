@@ -1,5 +1,5 @@
-"""The choice of experts in the launch of experts_few.py: every program makes it for itself, a row in each warp. No
-launcher.
+"""The choice of experts in the launch of experts_few.py: every program makes it for itself, a row in each warp, or one
+row in all of them. No launcher.
 
 Knows parts of logits, rules and slots; asks for no weights. `choose_experts` in expert_choice.py is the definition: the
 same parts in the same order, the same sums, ties and roundings. A row lies in the lanes of one warp, so that the best
@@ -27,6 +27,9 @@ launches take 146.8: as many logits as eight rows have are too much for every pr
 
 LOWEST = gl.constexpr(-(2**31))
 """Below the key of every score."""
+
+SHORT_FROM = gl.constexpr(2.0**-64)
+"""Scores' numerators that are divided by the short sequence, or zero. Its remainder is exact above 2^-78."""
 
 _barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # its name until Triton 3.6
 
@@ -71,6 +74,30 @@ def _row_sum(x, TILE: gl.constexpr):
 
 
 @gluon.jit
+def _reciprocal(x):
+    asm: gl.constexpr = "rcp.approx.ftz.f32 $0, $1;"
+    return gl.inline_asm_elementwise(asm, "=r,r", [x], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def divided(exps, total):
+    """exps / total, rounded once; exps at most 1, total at least 1 and the same in a row, or NaN.
+
+    A lane's divisions follow each other, a branch each: in machine code some 340 cycles for qwen3's four, of which 65
+    are left where one branch decides for all of them, and for all rows. The short sequence rounds as the division."""
+    long = ((exps != 0.0) & ((exps >= SHORT_FROM) == 0)).to(gl.int32)
+    if gl.max(gl.max(long, axis=1), axis=0) > 0:
+        out = gl.div_rn(exps, total)
+    else:
+        # What the division itself does where nothing is near the least numbers.
+        guess = _reciprocal(total)
+        guess = gl.fma(guess, gl.fma(-total, guess, 1.0 + total * 0.0), guess)
+        short = exps * guess
+        out = gl.fma(guess, gl.fma(-total, short, exps), short)
+    return out
+
+
+@gluon.jit
 def _score(logits, bias, is_expert, SIGMOID: gl.constexpr, TILE: gl.constexpr):
     """(keys in the order that experts are chosen in, scores). In a row that holds NaN or inf all scores are NaN."""
     logits = gl.where(is_expert, logits, -float("inf"))
@@ -81,7 +108,7 @@ def _score(logits, bias, is_expert, SIGMOID: gl.constexpr, TILE: gl.constexpr):
     else:
         # Greatest by its key, an instruction for the whole warp. What is NaN or inf makes the sum NaN.
         exps = gl.exp(logits - _score_of(gl.max(_key_of(logits), axis=1))[:, None])
-        scores = gl.div_rn(exps, _row_sum(exps, TILE))
+        scores = divided(exps, _row_sum(exps, TILE))
     selection = scores
     if bias is not None:
         selection += bias
@@ -97,11 +124,13 @@ def choose(undecided, handed, num_slots, CHOICE: gl.constexpr, PDL: gl.constexpr
     TOP_K: gl.constexpr = CHOICE[2]
     BLOCK_E: gl.constexpr = CHOICE[5]
     TILE: gl.constexpr = gl.BlockedLayout([1, BLOCK_E // 32], [1, 32], [WARPS, 1], [1, 0])
+    # As many rows as were made room for: WARPS, or one, which each warp has whole.
+    TOKENS: gl.constexpr = handed[0].shape[0]
     given, out, num_tokens, top_k, epsilon, scale = undecided
     parts_ptr, bias_ptr, real_ptr, slot_of_ptr = given
     ids_ptr, weights_ptr, packed_row_ptr = out
     keys, keys_there, choices, choices_there = handed
-    token = gl.arange(0, WARPS, gl.SliceLayout(1, TILE))[:, None]
+    token = gl.arange(0, TOKENS, gl.SliceLayout(1, TILE))[:, None]
     expert = gl.arange(0, BLOCK_E, gl.SliceLayout(0, TILE))[None, :]
     in_batch, is_expert, place = token < num_tokens, expert < NUM_EXPERTS, expert + token * 0
     # Tables are older than the launch before this one. Beyond the last row the last is chosen for again, in vain.
@@ -114,7 +143,7 @@ def choose(undecided, handed, num_slots, CHOICE: gl.constexpr, PDL: gl.constexpr
     if real_ptr is not None:
         real = gl.load(real_ptr + token + expert * 0, mask=in_batch, other=0) != 0
     wait_for_inputs(PDL)
-    logits = gl.zeros([WARPS, BLOCK_E], gl.float32, TILE)
+    logits = gl.zeros([TOKENS, BLOCK_E], gl.float32, TILE)
     for _ in gl.static_range(NUM_PARTS):
         # Past the L1 cache, which knows nothing of other multiprocessors' stores.
         if NUM_EXPERTS == BLOCK_E:
@@ -126,7 +155,7 @@ def choose(undecided, handed, num_slots, CHOICE: gl.constexpr, PDL: gl.constexpr
     keys.store(key)
     _barrier()
     mbarrier.arrive(keys_there, count=1)
-    choice, total = place * 0 - 1, gl.zeros([WARPS], gl.float32, gl.SliceLayout(1, TILE))
+    choice, total = place * 0 - 1, gl.zeros([TOKENS], gl.float32, gl.SliceLayout(1, TILE))
     # Not unrolled: the compiler would put the first rounds before what is handed over.
     for k in range(top_k):
         best = gl.max(key, axis=1)

@@ -2,9 +2,10 @@
 No launcher.
 
 Knows slots, pieces and the copy engine; knows nothing of what is computed. A piece of the first product is COLUMNS of a
-slot's h: as many rows of gate and of up. A piece of the second product is ROWS of a slot's w2. All pieces of the first
-product, slot by slot, come before those of the second. The slots with rows are found in the offsets of packed rows, or,
-where the router has chosen nothing, in what experts_few_choose.py hands over.
+slot's h: as many rows of gate and of up. A piece of the second product is ROWS of a slot's w2, 64 or 32; of 32, a stage
+has 256 columns, as of a first product. All pieces of the first product, slot by slot, come before those of the second.
+The slots with rows are found in the offsets of packed rows, or, where the router has chosen nothing, in what
+experts_few_choose.py hands over.
 
 Each piece takes the next stages of the ring, one at least, and the next place on a board, where its note stands: who
 multiplies it reads there what it is.
@@ -35,7 +36,8 @@ STAGE_BYTES = gl.constexpr(16384)
 BOXES = gl.constexpr(8)
 """Of a stage: 16 rows by 64 columns each."""
 
-COLUMNS, ROWS = gl.constexpr(16), gl.constexpr(64)
+COLUMNS = gl.constexpr(16)
+"""Of h: a piece of a first product."""
 
 SHARED = gl.constexpr(64)
 """The number of the shared experts, above all slots' numbers. Their pieces come before those of slots."""
@@ -73,17 +75,18 @@ def _ask_first(w_desc, ring, step, row, up_row, begin, width, STAGES: gl.constex
 
 
 @gluon.jit
-def _ask_second(w_desc, ring, step, row, width, STAGES: gl.constexpr):
-    """Rows `row` on, in stages of 128 columns."""
+def _ask_second(w_desc, ring, step, row, width, ROWS: gl.constexpr, STAGES: gl.constexpr):
+    """ROWS rows from `row` on, in stages of STAGE_BYTES."""
     SWIZZLED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    CHUNKS: gl.constexpr = 128 // ROWS
     ws, full, empty = ring
-    for first in range(0, width, 128):
+    for first in range(0, width, CHUNKS * 64):
         stage = step % STAGES
         ready = full.index(stage)
         _wait_for_turn(step, full, empty, STAGES)
         mbarrier.expect(ready, STAGE_BYTES)
-        for c in gl.static_range(2):
-            box = ws.index(stage * BOXES + c * 4)._reinterpret(ws.dtype, [64, 64], SWIZZLED)
+        for c in gl.static_range(CHUNKS):
+            box = ws.index(stage * BOXES + c * (BOXES // CHUNKS))._reinterpret(ws.dtype, [ROWS, 64], SWIZZLED)
             tma.async_copy_global_to_shared(w_desc, [row, first + c * 64], ready, box)
         step += 1
     return step
@@ -234,7 +237,7 @@ def _write_offsets(offsets_ptr, choices, slot_of, num_tokens, num_slots, BLOCK_S
 
 @gluon.jit
 def feed(
-    weights, offsets_ptr, undecided, handed, counters_ptr, sizes, ring, board, num_tokens,
+    weights, offsets_ptr, undecided, handed, counters_ptr, sizes, ring, board, num_tokens, ROWS: gl.constexpr,
     STAGES: gl.constexpr, PLACES: gl.constexpr, BLOCK_S: gl.constexpr, CHOICE: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """Takes pieces until there are no more, notes each for those who multiply, and asks for its weights."""
@@ -270,7 +273,7 @@ def feed(
             if s2_desc is not None:
                 column = (piece - num_first) * ROWS
                 _note_shared(board, turn, column, 1, step, num_tokens, PLACES)
-                step = _ask_second(s2_desc, ring, step, column, num_shared, STAGES)
+                step = _ask_second(s2_desc, ring, step, column, num_shared, ROWS, STAGES)
         else:
             own = piece - second * begin
             per = gl.where(second != 0, per_second, per_first)
@@ -287,7 +290,7 @@ def feed(
                 note += _rows_of_tokens(handed[2], mine, lane, undecided[2], CHOICE)
             _note(board, turn, note, PLACES)
             if second != 0:
-                step = _ask_second(w2_desc, ring, step, slot * num_columns + column, num_hidden, STAGES)
+                step = _ask_second(w2_desc, ring, step, slot * num_columns + column, num_hidden, ROWS, STAGES)
             else:
                 row = slot * 2 * num_hidden + column
                 # Some of the first piece may have been asked for.

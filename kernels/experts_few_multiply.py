@@ -4,6 +4,8 @@ launcher.
 Knows slots, pieces and the ring that experts_few_feed.py fills; asks for no weights. All rows of x lie in shared
 memory, as the eight columns of the tensor core's smallest tile, and are multiplied with every piece of a first product:
 sums that are no row of the slot are not written. Rows of h come there when their slot's first product is done.
+Where there is one row, only it comes, and whatever lies beside it is multiplied in vain; its h comes in parts, two of
+them at once, so it may be of any width.
 Before the first piece, where the router has chosen nothing, the first group chooses (experts_few_choose.py).
 """
 
@@ -31,6 +33,9 @@ _barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # its na
 _DONE, _APART = gl.constexpr(8), gl.constexpr(8)
 """Places among the counters: pieces taken lie at 0, then each slot's finished pieces of the first product, a sector (32
 bytes) apart."""
+
+HALVES = gl.constexpr(2)
+"""Parts of one row's h that a group has in shared memory: the next is on its way while one is multiplied."""
 
 
 @gluon.jit
@@ -69,6 +74,27 @@ def _copy_rows(ptr, stride8, row, there, width, xs):
     async_copy.async_copy_global_to_shared(xs, ptr + row[:, None] * stride8 * 8 + k, mask=mask)
     async_copy.commit_group()
     async_copy.wait_group(0)
+    fence_async_shared()
+    _barrier()
+
+
+@gluon.jit
+def _ask_row(ptr, width, xs):
+    """One row's entries up to the width of xs, zero behind the row's end, as the first of eight rows: 64 columns of
+    each lie together."""
+    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[1, 0])
+    COPY: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    CHUNKS: gl.constexpr = xs.shape[1] // 64
+    first = xs._reinterpret(xs.dtype, [CHUNKS, 8 * 64], PLAIN).slice(0, 64, dim=1)
+    k = gl.arange(0, CHUNKS, gl.SliceLayout(1, COPY))[:, None] * 64 + gl.arange(0, 64, gl.SliceLayout(0, COPY))[None, :]
+    async_copy.async_copy_global_to_shared(first, ptr + k, mask=k // 8 < width // 8)
+    async_copy.commit_group()
+
+
+@gluon.jit
+def _wait_for_row(OTHERS: gl.constexpr):
+    """But for the OTHERS asked for last."""
+    async_copy.wait_group(OTHERS)
     fence_async_shared()
     _barrier()
 
@@ -142,25 +168,60 @@ def _second(step, note, place, token_ptr, h_ptr, y_ptr, sizes, hs, is_there, rin
 
 
 @gluon.jit
+def _second_of_row(
+    step, row, place, h_ptr, y_ptr, sizes, halves, ring, GROUP: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr
+):
+    """ROWS columns of y for the slot's one row, of which h comes in parts, the next but one while one is multiplied."""
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 16])
+    PART: gl.constexpr = halves.shape[2]
+    column, _, _, width, begin8 = place
+    _, _, num_columns, _, num_rows = sizes
+    row_ptr = h_ptr + (begin8 + row * (width // 8)) * 8
+    for i in gl.static_range(HALVES):
+        _ask_row(row_ptr + i * PART, width - i * PART, halves.index(GROUP * HALVES + i))
+    acc, half = gl.zeros([64, 8], gl.float32, SUMS), 0
+    for part in range(0, width, PART):
+        _wait_for_row(HALVES - 1)
+        here = halves.index(GROUP * HALVES + half)
+        chunks = here._reinterpret(here.dtype, [PART // 64, 8, 64], gl.NVMMASharedLayout(128, 16, 2))
+        acc, step = _sweep(acc, step, min(width - part, PART), chunks, ring, 128 // ROWS, STAGES)
+        # All have multiplied what lies there. Behind the end nothing is asked for, which counts nevertheless.
+        _barrier()
+        _ask_row(row_ptr + (part // 8 + HALVES * PART // 8) * 8, width - part - HALVES * PART, here)
+        half ^= 1
+    async_copy.wait_group(0)
+    lane = gl.arange(0, 64, gl.SliceLayout(1, SUMS))[:, None]
+    n, t = column + lane, gl.arange(0, 8, gl.SliceLayout(0, SUMS))[None, :]
+    y_row = row + gl.where(begin8 > 0, num_rows, 0)
+    mask = (t == 0) & (lane < ROWS) & (n < num_columns)
+    gl.store(y_ptr + y_row * num_columns + n + t * 0, acc.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@gluon.jit
 def multiply(
-    rows, undecided, handed, counters_ptr, sizes, ring, board,
+    rows, undecided, handed, counters_ptr, sizes, ring, board, ONE: gl.constexpr, ROWS: gl.constexpr,
     STAGES: gl.constexpr, PLACES: gl.constexpr, CHOICE: gl.constexpr, PDL: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
-    """Multiplies the noted pieces in their order, all groups in turn."""
+    """Multiplies the noted pieces in their order, all groups in turn; ONE: of one row."""
     COPY: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [1, 4], [1, 0])
     LANES: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     SWIZZLED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     x_ptr, token_ptr, h_ptr, y_ptr, num_tokens, stride_x8, xs, all_hs, swaps = rows
-    hs, swap = all_hs.index(GROUP), swaps.index(GROUP)
+    hs, swap = all_hs.index(GROUP), swaps.index(GROUP)  # of one row see `_second_of_row`
     x_chunks = xs._reinterpret(xs.dtype, [xs.shape[1] // 64, 8, 64], SWIZZLED)
     _, num_routed, num_columns, num_shared, num_rows = sizes
     notes, noted = board
     if CHOICE is not None and GROUP == 0:
         choose(undecided, handed, sizes[0], CHOICE, PDL)
-    wait_for_inputs(PDL)
-    m = gl.arange(0, 8, gl.SliceLayout(1, COPY))
+    else:
+        wait_for_inputs(PDL)
     # Each group copies all rows: so it waits for none but its own threads.
-    _copy_rows(x_ptr, stride_x8, m, m < num_tokens, num_columns, xs)
+    if ONE:
+        _ask_row(x_ptr, num_columns, xs)
+        _wait_for_row(0)
+    else:
+        m = gl.arange(0, 8, gl.SliceLayout(1, COPY))
+        _copy_rows(x_ptr, stride_x8, m, m < num_tokens, num_columns, xs)
     lane = gl.arange(0, 32, layout=LANES)
     turn, held = num_tokens * 0 + GROUP, num_tokens * 0 - 1
     mbarrier.wait(noted.index(GROUP), 0)
@@ -182,9 +243,15 @@ def multiply(
             if number != held:
                 while gl.atomic_add(done_ptr, 0, sem="acquire") < (num_hidden + COLUMNS - 1) // COLUMNS:
                     pass
-            is_there = (number == held).to(gl.int32)
-            _second(step, note, place, token_ptr, h_ptr, y_ptr, sizes, hs, is_there, ring, STAGES)
-            held = gl.where(num_hidden <= hs.shape[1], number, -1)
+            if ONE:
+                row = _pick(values, lane, 8) - 1
+                if token_ptr is not None:
+                    row = place[1]
+                _second_of_row(step, row, place, h_ptr, y_ptr, sizes, all_hs, ring, GROUP, ROWS, STAGES)
+            else:
+                is_there = (number == held).to(gl.int32)
+                _second(step, note, place, token_ptr, h_ptr, y_ptr, sizes, hs, is_there, ring, STAGES)
+                held = gl.where(num_hidden <= hs.shape[1], number, -1)
         turn += GROUPS
         mbarrier.wait(noted.index(turn % PLACES), turn // PLACES & 1)
         note = notes.index(turn % PLACES)

@@ -29,8 +29,9 @@ from kernels.checks import (
 from kernels.dependent_launch import dependent_launch, wait_for_inputs
 from kernels.kv_quantize import UNIT, check_scales
 from kernels.kv_tiles import OnlineSoftmax, gather_kv_tile, tile_product
-from kernels.mla_decode_hopper import mla_decode_hopper, runs_on_hopper
-from kernels.split_kv import SplitRule, merge_splits, split_bounds, split_workspace
+from kernels.mla_decode_hopper import mla_decode_hopper, runs_on_hopper, split_rule
+from kernels.mla_order import PieceList
+from kernels.split_kv import merge_splits, split_bounds, split_workspace
 from kernels.tiles import TileConfig, device_generation
 
 _REFERENCE_TILE = 128  # keys visited at once by the reference, at multiples of this position
@@ -46,12 +47,14 @@ def mla_decode(
     scale: float,
     max_kv_len: int,
     scales_NP2: Tensor | None = None,
+    pieces: PieceList | None = None,
 ) -> Tensor:
     """o_latent_BHL in q's dtype. `mla_decode_reference` is the definition.
 
     block_tables_BM int32 (entries past kv_len are never used), kv_lens_B int32 (with the new token; 0 gives zeros).
     max_kv_len >= every kv_len; it bounds the work and does not change a bit of the result. scales_NP2 fp32, of a cache
-    in e4m3: the latent's and the rotary key's.
+    in e4m3: the latent's and the rotary key's. `pieces`: the step's list, where `list_rule` gives a rule for it
+    (mla_decode_hopper.py); it changes no bit.
     """
     return (mla_decode_triton if uses_triton(q_latent_BHL) else mla_decode_reference)(
         q_latent_BHL,
@@ -62,6 +65,7 @@ def mla_decode(
         scale=scale,
         max_kv_len=max_kv_len,
         scales_NP2=scales_NP2,
+        pieces=pieces,
     )
 
 
@@ -220,6 +224,7 @@ def mla_decode_triton(
     scale: float,
     max_kv_len: int,
     scales_NP2: Tensor | None = None,
+    pieces: PieceList | None = None,
 ) -> Tensor:
     """`mla_decode` as two launches: the splits, then their merge."""
     check_operands(q_latent_BHL, q_pe_BHR, cache_NPX, block_tables_BM, kv_lens_B, scales_NP2)
@@ -228,8 +233,8 @@ def mla_decode_triton(
         return q_latent_BHL.new_zeros(num_sequences, num_heads, latent)
     if scales_NP2 is None and runs_on_hopper(q_latent_BHL, q_pe_BHR, cache_NPX):
         operands = (q_latent_BHL, q_pe_BHR, cache_NPX, block_tables_BM, kv_lens_B)
-        return mla_decode_hopper(*operands, scale=scale, max_kv_len=max_kv_len)
-    rule, wide = _split_rule(num_heads), q_latent_BHL.dtype == torch.float32
+        return mla_decode_hopper(*operands, scale=scale, max_kv_len=max_kv_len, pieces=pieces)
+    rule, wide = split_rule(num_heads), q_latent_BHL.dtype == torch.float32
     splits = rule.most(max_kv_len)
     # Latents come out of a norm, so a half holds their means, and rounds eight times finer than bf16 does in the end.
     part_dtype = torch.float32 if wide else torch.float16
@@ -279,14 +284,9 @@ def _mla_tile(dtype: torch.dtype, num_heads: int, generation: int) -> TileConfig
     return TileConfig(16 if num_heads <= 16 else 32, 32, 0, num_warps=4, num_stages=3 if generation >= 9 else 2)
 
 
-def _split_rule(num_heads: int) -> SplitRule:
-    """With many heads a split's result (H * L) weighs as much as its keys, and few keys are work enough."""
-    return SplitRule(128, few=8) if num_heads <= 32 else SplitRule(512, few=4)
-
-
 def mla_splits(num_heads: int, max_kv_len: int) -> int:
     """Splits that the workspace of a step has room for, of each sequence."""
-    return _split_rule(num_heads).most(max_kv_len)
+    return split_rule(num_heads).most(max_kv_len)
 
 
 def mla_decode_reference(
@@ -299,8 +299,9 @@ def mla_decode_reference(
     scale: float,
     max_kv_len: int,
     scales_NP2: Tensor | None = None,
+    pieces: PieceList | None = None,
 ) -> Tensor:
-    """The definition, and the CPU's product path: fp32, tiles of keys at fixed positions, in order."""
+    """The definition, and the CPU's product path: fp32, tiles of keys at fixed positions, in order. Reads no list."""
     check_operands(q_latent_BHL, q_pe_BHR, cache_NPX, block_tables_BM, kv_lens_B, scales_NP2)
     num_sequences, num_heads, latent = q_latent_BHL.shape
     q_BHX = torch.cat([q_latent_BHL, q_pe_BHR], dim=2).float()

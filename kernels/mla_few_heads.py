@@ -21,7 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from kernels.barriers import barriers
 from kernels.dependent_launch import wait_for_inputs
-from kernels.mla_pieces import OF_THE_BATCH, fetch_queries, zero_rows
+from kernels.mla_pieces import zero_rows
 from kernels.mla_runs import copy_latents, find_run, places_of, splits_of_run
 
 # s[p] = scale * log2(e) * (q_latent . c[p] + q_pe . k_pe[p]); out = sum_p 2^s[p] c[p] / sum_p 2^s[p];
@@ -47,6 +47,23 @@ def _store_half(x, ptr, num_heads):
 @gluon.jit
 def _add_split(part, weight, so_far, decay):
     return gl.fma(part.to(gl.float32), gl.zeros_like(so_far) + weight[None, :], so_far * decay[None, :])
+
+
+@gluon.jit
+def _fetch_queries(
+    q_latent_ptr, q_pe_ptr, queries, sequence, num_heads, stride_lb, stride_lh, stride_rb, stride_rh
+):  # fmt: skip
+    """Begin to copy a sequence's nine chunks of queries, rows of heads; places of rows from H on stay as they are."""
+    COPY: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    head = gl.arange(0, queries.shape[1], gl.SliceLayout(1, COPY))
+    column = gl.arange(0, 64, gl.SliceLayout(0, COPY))[None, :]
+    there = (head < num_heads)[:, None]
+    ptrs = q_latent_ptr + sequence.to(gl.int64) * stride_lb + (head * stride_lh)[:, None] + column
+    for c in gl.static_range(8):
+        async_copy.async_copy_global_to_shared(queries.index(c), ptrs + c * 64, mask=there)
+    ptrs = q_pe_ptr + sequence.to(gl.int64) * stride_rb + (head * stride_rh)[:, None] + column
+    async_copy.async_copy_global_to_shared(queries.index(8), ptrs, mask=there)
+    async_copy.commit_group()
 
 
 @gluon.jit
@@ -106,8 +123,8 @@ def _attend_few(
             if first_split == 0:
                 gl.store(whole_ptr + sequence, whole)
             if fetched != sequence:
-                fetch_queries(
-                    q_latent_ptr, q_pe_ptr, queries, sequence, 0, num_heads, stride_lb, stride_lh, stride_rb, stride_rh
+                _fetch_queries(
+                    q_latent_ptr, q_pe_ptr, queries, sequence, num_heads, stride_lb, stride_lh, stride_rb, stride_rh
                 )
             async_copy.wait_group(0)
             fence_async_shared()
@@ -154,8 +171,8 @@ def _attend_few(
                     if (start + 64 >= end) & (split + 1 == last_split) & more:
                         # No score of this sequence is left to compute: the next one's queries come meanwhile.
                         fetched = sequence + 1
-                        fetch_queries(
-                            q_latent_ptr, q_pe_ptr, queries, fetched, 0, num_heads, stride_lb, stride_lh, stride_rb,
+                        _fetch_queries(
+                            q_latent_ptr, q_pe_ptr, queries, fetched, num_heads, stride_lb, stride_lh, stride_rb,
                             stride_rh,
                         )  # fmt: skip
                     sum_left = sum_left * decay[None, :]
@@ -197,7 +214,7 @@ def _attend_few(
     async_copy.wait_group(0)
 
 
-@gluon.jit(do_not_specialize=OF_THE_BATCH[1:])
+@gluon.jit(do_not_specialize=["num_sequences", "num_splits", "stride_tb"])
 def few_heads_kernel(
     q_latent_ptr,
     q_pe_ptr,

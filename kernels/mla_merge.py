@@ -81,8 +81,8 @@ def _merge_kernel(
     total = tl.zeros((BLOCK_H,), tl.float32)
     acc = tl.zeros((BLOCK_H, BLOCK_V), tl.float32)
     for first in range(0, splits, CHUNK):
-        # Loads of a chunk wait for no other. A step behind the last split changes no bit: its weight is 0, and adding
-        # its product, -0, leaves even the sign of a zero.
+        # No load needs a result (but see `merge_parts`). A step behind the last split changes no bit: its weight
+        # is 0, and adding its product, -0, leaves even the sign of a zero.
         for i in tl.static_range(CHUNK):  # pyright: ignore
             there = first + i < splits
             row = first_row + (first + i) * num_heads
@@ -100,6 +100,13 @@ def merge_parts(splits: Splits, kv_lens_B: Tensor) -> None:
     It tells ahead of its wait (dependent_launch.py): what follows finds its place while the splits are worked on. One
     H200, us with the splits, so / not, 16 heads: 64 x 4096 86.4 / 88.2, 128 x 4096 159.5 / 161.9, 256 x 1024 80.6 /
     81.9, 1 x 4096 16.4 / 17.0; layers of dsv2-lite, 256 rows, 397.9 / 400.4.
+
+    For sm_90 a program of four warps has each split's loads behind the steps before it, in 40 registers. Carried
+    from turn to turn they stand together, in 128 (with one warp 64 either way). One H200, us with the splits, so / as
+    it is, 16 heads: 64 of 512 to 7500 keys 63.4 / 67.3, 64 x 4096 83.5 / 84.6, 128 x 4096 144.6 / 141.9, 256 x 1024
+    83.0 / 81.7; 128 heads, four splits in 80 registers for 32: 64 x 4096 154.5 / 153.9, 128 x 4096 336 / 334, 256 x
+    1024 215.9 / 205.6. It gained where all programs have room at once, 528 of 128 registers: up to 66 sequences of 16
+    heads. A network brings none of these here: up to 96 go through kernels/mla_values.py.
     """
     num_sequences, most, num_heads, width = splits.parts_BSHL.shape
     # Few results: one warp for 128 columns, so that many programs share the latency. Many: eight columns a thread. One

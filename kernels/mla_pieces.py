@@ -1,6 +1,6 @@
-"""What the two MLA decode kernels for Hopper share: copies of latents by TMA, queries, rows to be zeroed.
+"""What the two MLA decode kernels for Hopper share: copies of latents by TMA, rows to be zeroed.
 
-Knows pages, lengths and heads; multiplies nothing. L = 512 and R = 64, DeepSeek's: a latent and its rotary key are nine
+Knows pages and lengths; multiplies nothing. L = 512 and R = 64, DeepSeek's: a latent and its rotary key are nine
 chunks of 64 columns, each [64 keys, 64] in shared memory, swizzled by 128 bytes as wgmma reads it.
 """
 # pyright: reportCallIssue=false, reportArgumentType=false, reportAssignmentType=false
@@ -10,15 +10,7 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import tma
-
-from kernels.split_kv import split_bounds
-
-OF_THE_BATCH = ["num_pieces", "num_sequences", "num_splits", "stride_tb"]
-"""Arguments that change from step to step: nothing is compiled for their values."""
-
-bounds = gluon.jit(split_bounds.fn)
 
 
 @gluon.jit
@@ -67,20 +59,3 @@ def zero_rows(chunks, stage, count):
     for c in gl.static_range(4):
         chunk = chunks.index(stage * 4 + c)
         chunk.store(gl.where(there, chunk.load(COPY), 0.0).to(chunk.dtype))
-
-
-@gluon.jit
-def fetch_queries(
-    q_latent_ptr, q_pe_ptr, queries, sequence, head0, num_heads, stride_lb, stride_lh, stride_rb, stride_rh
-):  # fmt: skip
-    """Begin to copy a sequence's nine chunks of queries, rows of heads; places of rows from H on stay as they are."""
-    COPY: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    head = head0 + gl.arange(0, queries.shape[1], gl.SliceLayout(1, COPY))
-    column = gl.arange(0, 64, gl.SliceLayout(0, COPY))[None, :]
-    there = (head < num_heads)[:, None]
-    ptrs = q_latent_ptr + sequence.to(gl.int64) * stride_lb + (head * stride_lh)[:, None] + column
-    for c in gl.static_range(8):
-        async_copy.async_copy_global_to_shared(queries.index(c), ptrs + c * 64, mask=there)
-    ptrs = q_pe_ptr + sequence.to(gl.int64) * stride_rb + (head * stride_rh)[:, None] + column
-    async_copy.async_copy_global_to_shared(queries.index(8), ptrs, mask=there)
-    async_copy.commit_group()

@@ -15,7 +15,10 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.language.extra.cuda import gdc_wait
 
-from kernels.mla_pieces import bounds, copy_chunks, rows_of_tile
+from kernels.mla_pieces import copy_chunks, rows_of_tile
+from kernels.split_kv import split_bounds
+
+_bounds = gluon.jit(split_bounds.fn)
 
 
 @gluon.jit
@@ -52,7 +55,7 @@ def find_run(
     of one length are dealt out whole, so that nothing is left to merge, where runs are a sixteenth longer at most."""
     if num_sequences * num_splits <= num_runs:
         sequence = run % num_sequences
-        split_len, _, _ = bounds(gl.load(kv_lens_ptr + sequence), 1, SPLIT_LEN, FEW_SPLITS, 0)
+        split_len, _, _ = _bounds(gl.load(kv_lens_ptr + sequence), 1, SPLIT_LEN, FEW_SPLITS, 0)
         begin = run // num_sequences * (split_len // 64)
         end = begin + split_len // 64
         last = sequence + 1
@@ -96,7 +99,7 @@ def splits_of_run(kv_len, before, begin, end, SPLIT_LEN: gl.constexpr, FEW_SPLIT
     """(first split of a sequence that begins in the run [begin, end), end of these, splits with a key, their length)
 
     `before`: places before the sequence. One without keys has a split that the program must write."""
-    split_len, _, splits = bounds(kv_len, 1, SPLIT_LEN, FEW_SPLITS, 0)
+    split_len, _, splits = _bounds(kv_len, 1, SPLIT_LEN, FEW_SPLITS, 0)
     tiles = split_len // 64
     first = gl.cdiv(gl.maximum(begin - before, 0), tiles)
     last = gl.minimum(gl.maximum(splits, 1), gl.cdiv(end - before, tiles))

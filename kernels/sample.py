@@ -209,7 +209,7 @@ def sample_argmax_triton(
     """The kernels' launcher, which returns what it writes; also what the interpreter's tests call on CPU tensors."""
     _check_operands(logits_BV, temperature_B, seed_B, position_B)
     batch, vocab_size = logits_BV.shape
-    where: tuple[Tensor | None, ...] = (None, None, None)
+    where: list[Tensor | None] = [None] * 3
     if drawn is None:
         ids_B = torch.empty(batch, dtype=torch.int64, device=logits_BV.device)
     else:

@@ -81,23 +81,18 @@ def merge_next(largest, total, acc, next_largest, next_total, next_acc):
 
 
 @triton.jit
-def _merge_run(
-    acc_ptr, sums_ptr, stride_sum, row, number, num_heads, real, v, VALUE_WIDTH: tl.constexpr, BLOCK_H: tl.constexpr,
-    BLOCK_V: tl.constexpr,
+def _run_from(
+    acc_ptrs, largest_ptrs, total_ptrs, number, real, inside, HEADS: tl.constexpr, VALUE_WIDTH: tl.constexpr
 ):  # fmt: skip
-    """Of `number` parts, at most RUN; row [BLOCK_H]: of the first. All are asked for before the first arrives."""
-    largest, total, acc = no_keys(BLOCK_H, BLOCK_V)  # pyright: ignore
+    """(largest scores [BLOCK_H], sums [BLOCK_H], values [BLOCK_H, BLOCK_V]) of RUN parts, `number` of which are there;
+    the pointers: of the first."""
+    largests, totals, accs = (), (), ()
     for part in tl.static_range(RUN):  # pyright: ignore
         here = part < number
-        at, used = row + part * num_heads, real & here
-        next_largest = tl.load(sums_ptr + at, mask=used, other=float("-inf"))
-        next_total = tl.load(sums_ptr + stride_sum + at, mask=used, other=0.0)
-        inside = used[:, None] & (v < VALUE_WIDTH)[None, :]
-        next_acc = tl.load(acc_ptr + at[:, None] * VALUE_WIDTH + v[None, :], mask=inside, other=0.0)
-        merged = merge_next(largest, total, acc, next_largest, next_total, next_acc)
-        largest, total = tl.where(here, merged[0], largest), tl.where(here, merged[1], total)
-        acc = tl.where(here, merged[2], acc)
-    return largest, total, acc
+        largests += (tl.load(largest_ptrs + part * HEADS, mask=here & real, other=float("-inf")),)
+        totals += (tl.load(total_ptrs + part * HEADS, mask=here & real, other=0.0),)
+        accs += (tl.load(acc_ptrs + part * (HEADS * VALUE_WIDTH), mask=here & inside, other=0.0),)
+    return largests, totals, accs
 
 
 @triton.jit(do_not_specialize=["num_parts", "stride_sum"])
@@ -107,9 +102,9 @@ def _merge_runs_kernel(
     kv_lens_ptr,
     out_ptr,
     num_parts,
-    num_heads,
     stride_sum,
     unit,
+    HEADS: tl.constexpr,
     VALUE_WIDTH: tl.constexpr,
     BLOCK_V: tl.constexpr,
     BLOCK_H: tl.constexpr,
@@ -117,34 +112,45 @@ def _merge_runs_kernel(
     FEW_SPLITS: tl.constexpr,
     WINDOW: tl.constexpr,
     WHOLE: tl.constexpr,
-    ONE_RUN: tl.constexpr,
     PDL: tl.constexpr,
 ):
     sequence = tl.program_id(2).to(tl.int64)
     kv_len = tl.load(kv_lens_ptr + sequence)
     _, _, _, parts = splits_of(kv_len, SPLIT_LEN, FEW_SPLITS, WINDOW)  # pyright: ignore
-    wait_for_inputs(PDL)  # lengths are older than the launch before
     if WHOLE:
         parts = tl.cdiv(parts, RUN)
-    if parts <= 1:
-        return
     head, v = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H), tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
-    real = head < num_heads
-    row = sequence * num_parts * num_heads + head
-    largest, total, acc = _merge_run(
-        acc_ptr, sums_ptr, stride_sum, row, tl.minimum(parts, RUN), num_heads, real, v, VALUE_WIDTH, BLOCK_H, BLOCK_V
-    )
-    if not ONE_RUN:
-        for first in range(RUN, parts, RUN):
-            number = tl.minimum(parts - first, RUN)
-            next_largest, next_total, next_acc = _merge_run(
-                acc_ptr, sums_ptr, stride_sum, row + first * num_heads, number, num_heads, real, v, VALUE_WIDTH,
-                BLOCK_H, BLOCK_V,
-            )  # fmt: skip
-            largest, total, acc = merge_next(largest, total, acc, next_largest, next_total, next_acc)
-    out = acc / unit / tl.where(total == 0.0, 1.0, total)[:, None]
-    out_ptrs = out_ptr + (sequence * num_heads + head)[:, None] * VALUE_WIDTH + v[None, :]
-    tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=real[:, None] & (v < VALUE_WIDTH)[None, :])
+    real = head < HEADS
+    inside = real[:, None] & (v < VALUE_WIDTH)[None, :]
+    row = sequence * num_parts * HEADS + head
+    largest_ptrs, total_ptrs = sums_ptr + row, sums_ptr + stride_sum + row
+    acc_ptrs = acc_ptr + row[:, None] * VALUE_WIDTH + v[None, :]
+    wait_for_inputs(PDL)  # lengths are older than the launch before
+    largests, totals, accs = _run_from(acc_ptrs, largest_ptrs, total_ptrs, parts, real, inside, HEADS, VALUE_WIDTH)
+    whole_largest, whole_total, whole_acc = no_keys(BLOCK_H, BLOCK_V)  # pyright: ignore
+    # Parts come from the turn before: what a loop carries is asked for outside of the sums, all of it at once. Beside
+    # its use, ptxas would ask for three parts, for two behind their sums, and for the others behind those. One H200,
+    # microseconds, so / so: 1 row, 32 heads of 128, 1000 keys 1.5 / 1.9, 20000 keys 3.3 / 6.5; 5 rows of up to 9000
+    # keys, 3 heads of 96, 2.3 / 3.5. A branch around it all would have addresses made behind the wait.
+    for first in range(0, tl.where(parts > 1, parts, 0), RUN):
+        largest, total, acc = no_keys(BLOCK_H, BLOCK_V)  # pyright: ignore
+        for part in tl.static_range(RUN):  # pyright: ignore
+            here = first + part < parts
+            merged = merge_next(largest, total, acc, largests[part], totals[part], accs[part])  # pyright: ignore
+            largest, total = tl.where(here, merged[0], largest), tl.where(here, merged[1], total)
+            acc = tl.where(here, merged[2], acc)
+        merged = merge_next(whole_largest, whole_total, whole_acc, largest, total, acc)  # pyright: ignore
+        whole_largest = tl.where(first == 0, largest, merged[0])
+        whole_total, whole_acc = tl.where(first == 0, total, merged[1]), tl.where(first == 0, acc, merged[2])
+        largest_ptrs, total_ptrs = largest_ptrs + RUN * HEADS, total_ptrs + RUN * HEADS
+        acc_ptrs += RUN * HEADS * VALUE_WIDTH
+        largests, totals, accs = _run_from(
+            acc_ptrs, largest_ptrs, total_ptrs, parts - first - RUN, real, inside, HEADS, VALUE_WIDTH
+        )
+    if parts > 1:
+        out = whole_acc / unit / tl.where(whole_total == 0.0, 1.0, whole_total)[:, None]
+        out_ptrs = out_ptr + (sequence * HEADS + head)[:, None] * VALUE_WIDTH + v[None, :]
+        tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 def merge_runs(
@@ -170,9 +176,9 @@ def merge_runs(
         kv_lens_B,
         out_BHV,
         number,
-        num_heads,
         parts.sums_2BPH.stride(0),
         unit,
+        HEADS=num_heads,
         VALUE_WIDTH=width,
         BLOCK_V=block_v,
         BLOCK_H=block_h,
@@ -180,7 +186,6 @@ def merge_runs(
         FEW_SPLITS=rule.few,
         WINDOW=window,
         WHOLE=whole,
-        ONE_RUN=whole or number <= RUN.value,
         num_warps=num_warps,
         **dependent_launch(out_BHV, ahead=num_sequences <= AHEAD_ROWS),
     )

@@ -16,6 +16,8 @@ from torch import Tensor
 from kernels.attention_decode import attention_decode
 from kernels.attention_prefill import attention_prefill
 from kernels.mla_decode import mla_decode
+from kernels.mla_decode_hopper import list_rule
+from kernels.mla_order import list_pieces
 from launch.figure import Figure, baseline
 from launch.replay import L2_BYTES, Call, rotation_length, time_variants
 from launch.roofline import Ceilings, Work, causal_pairs
@@ -137,7 +139,10 @@ def _gqa_call(layout: HeadLayout, pool: PagedPool, table_BM: Tensor, kv_lens_B: 
 def _mla_call(layout: HeadLayout, pool: PagedPool, table_BM: Tensor, kv_lens_B: Tensor, length: int) -> Call:
     q_BHL = _queries(layout, table_BM.shape[0], layout.width, pool.device)
     q_pe_BHR = _queries(layout, table_BM.shape[0], layout.rope, pool.device)
-    return lambda: mla_decode(q_BHL, q_pe_BHR, pool.cache, table_BM, kv_lens_B, scale=layout.scale, max_kv_len=length)
+    operands = (q_BHL, q_pe_BHR, pool.cache, table_BM, kv_lens_B)
+    rule = list_rule(*operands[:3])  # as in a step, the list is no layer's work
+    pieces = None if rule is None else list_pieces(kv_lens_B, rule, max_kv_len=length)
+    return lambda: mla_decode(*operands, scale=layout.scale, max_kv_len=length, pieces=pieces)
 
 
 def _prefill_call(layout: HeadLayout, pool: PagedPool, table_BM: Tensor, kv_lens_B: Tensor, length: int) -> Call:

@@ -15,10 +15,10 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from tests.aot import SHARED_MEMORY
 
 
-def box(dtype: str, rows: int, columns: int) -> str:
+def box(dtype: str, *shape: int) -> str:
     """The type string of a descriptor whose boxes are swizzled by 128 bytes."""
     bits = 8 if dtype.startswith("fp8") else 16
-    return f"tensordesc<{dtype}[{rows}, {columns}],{gl.NVMMASharedLayout(128, bits, 2)!r}>"
+    return f"tensordesc<{dtype}{list(shape)},{gl.NVMMASharedLayout(128, bits, len(shape))!r}>"
 
 
 def compile_gluon_ahead(kernel, args: Mapping[str, object], *, num_warps: int = 4) -> str:

@@ -147,6 +147,8 @@ def peaks(case: dict[str, Any]) -> dict[str, int]:
         sliding_windows=tuple(model.sliding_windows[index] for index in cut),
         fp8_experts=case["fp8"],
     )
+    if case["heads"] is not None:
+        model = replace(model, attention=replace(model.attention, num_heads=case["heads"]))
     found: dict[str, int] = {}
     with shadow_gpu(tuple(case["capability"])) as live:
         network = CausalLM(

@@ -18,6 +18,7 @@ from kernels.checks import cdiv
 from kernels.decode_cut import decode_parts
 from kernels.fp8_tiles import most_rows_apart
 from kernels.mla_decode import mla_splits
+from kernels.mla_decode_hopper import most_list_bytes
 from kernels.quantize import quantized_bytes
 from moe.engine.sampler import ROWS_AT_A_TIME
 from moe.engine.scheduler import PROMPT_LOGIT_ROWS
@@ -120,6 +121,9 @@ class _Step:
         model, limits = self.model, self.limits
         stream = rows * model.hidden_size * self.item  # one tensor of all rows
         sparse, dense = any(model.sparse_layers), not all(model.sparse_layers)
+        attention, planned = model.attention, 0  # the plan's list of decode's pieces, which stands while layers run
+        if decodes and isinstance(attention, MLAConfig):
+            planned = most_list_bytes(rows, attention.num_heads, limits.max_model_len)
         # The rows that came in, normalised and not, are held by the caller until the layer gives its own.
         layers = [2 * stream + self._attention(rows, decodes=decodes), 5 * stream]
         layers += [4 * stream + self._experts(rows, stream)] if sparse else []
@@ -129,7 +133,7 @@ class _Step:
         drawn = min(limits.max_num_seqs, logits_rows)
         sorted_rows = min(drawn, ROWS_AT_A_TIME) * _SORTED_ROW_BYTES + 8  # and their ranks
         edited = (drawn * 4 + sorted_rows) * model.vocab_size
-        return max(*layers, stream + wanted + logits, logits + edited)
+        return max(max(layers) + planned, stream + wanted + logits, logits + edited)
 
     def standing(self) -> int:
         model, limits = self.model, self.limits

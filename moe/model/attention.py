@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from kernels.attention_decode import attention_decode, stores_new
+from kernels.attention_decode import attention_decode
+from kernels.attention_decode_rows import stores_new
 from kernels.attention_prefill import attention_prefill, piece_queries
 from kernels.kv_int4 import Int4Scales
 from kernels.kv_quantize import KVScales
 from kernels.new_rows import NewRows
 from kernels.qk_rope_store import qk_rope_store
+from kernels.split_kv import SplitRule
 from kernels.turn_heads import HeadNorms, Rope
 from kv_cache.layout import LayerCache
 from moe.model.config import GQAConfig, ModelConfig
@@ -64,6 +66,10 @@ class GQAttention:
         k_cache_NPGC, v_cache_NPGV = cache.values.unbind(1)
         return piece_queries(q_THC, k_cache_NPGC, v_cache_NPGV, _scales(cache))
 
+    def decode_rule(self, cache: LayerCache) -> SplitRule | None:
+        """By which the pieces of decode are listed; None: it reads no list."""
+        return None
+
     def __call__(self, x_TD: Tensor, plan: StepPlan, cache: LayerCache) -> Tensor:
         step = plan.step
         H, G, C = self.heads.num_heads, self.heads.num_kv_heads, self.heads.head_dim
@@ -72,8 +78,10 @@ class GQAttention:
         scales = _scales(cache)
         rope = Rope(step.positions_T, self.cos_sin_PR, self.interleaved)
         new: NewRows | None = None
-        if step.prefill is None and step.decode is not None and stores_new(q_THC, G, scales):
-            new = NewRows(k_TGC, v_TGC, self.norms, rope, step.slot_mapping_T)
+        rows = NewRows(k_TGC, v_TGC, self.norms, rope, step.slot_mapping_T)
+        decodes_alone = step.prefill is None and step.decode is not None
+        if decodes_alone and stores_new(q_THC, k_cache_NPGC, v_cache_NPGC, scales, rows):
+            new = rows
         else:
             q_THC = qk_rope_store(
                 q_THC, k_TGC, v_TGC, self.norms, rope, k_cache_NPGC, v_cache_NPGC, step.slot_mapping_T, scales

@@ -153,8 +153,10 @@ class CausalLM:
     ) -> StepPlan:
         """`kv_cache`: of any layer; they differ in nothing that is planned by."""
         page_size = kv_cache.values.shape[-2 if self.mla_workspace_tokens is not None else -3]
-        listed = None if step.prefill is None else self.blocks[0].attention.piece_queries(kv_cache)
-        return plan_step(step, page_size, self.mla_workspace_tokens, load, beside, listed)
+        attention = self.blocks[0].attention
+        listed = None if step.prefill is None else attention.piece_queries(kv_cache)
+        cut = None if step.decode is None else attention.decode_rule(kv_cache)
+        return plan_step(step, page_size, self.mla_workspace_tokens, load, beside, listed, cut)
 
     def _stages(self, plan: StepPlan, kv_caches: Sequence[LayerCache]) -> Stages:
         """All layers. Of a rank without rows the experts alone work, for the rows of others."""

@@ -22,8 +22,12 @@ from kernels.attention_prefill import attention_prefill, piece_queries
 from kernels.gather import LatentScaling, gather_paged
 from kernels.latent_rope_store import latent_rope_store
 from kernels.linear import head_linear
+from kernels.mla_decode import mla_decode
+from kernels.mla_decode_hopper import list_rule
+from kernels.mla_order import PieceList
 from kernels.mla_values import mla_decode_values
 from kernels.rmsnorm import rmsnorm
+from kernels.split_kv import SplitRule
 from kernels.turn_heads import Rope
 from kv_cache.layout import LayerCache
 from moe.model.attention import with_rows_behind
@@ -93,6 +97,15 @@ class MLAttention:
         k_NPHn, v_NPHV = self._keys_and_values(weight_NK.new_empty(0, weight_NK.shape[0]), pages)
         return piece_queries(q_THC, k_NPHn, v_NPHV, None, weight_NK.new_empty(*pages, dims.qk_rope_head_dim))
 
+    def decode_rule(self, cache: LayerCache) -> SplitRule | None:
+        """By which the pieces of decode are listed; None: it reads no list. Asked as `piece_queries`."""
+        if cache.scales is not None:
+            return None
+        dims, weight_NK, heads = self.dims, self.kv_b.weight_NK, (0, self.dims.num_heads)
+        row = (self.q_b or self.q_kv_a).weight_NK.shape[0]
+        q_pe_BHR = weight_NK.new_empty_strided((*heads, dims.qk_rope_head_dim), (row, dims.qk_head_dim, 1))
+        return list_rule(weight_NK.new_empty(*heads, dims.kv_lora_rank), q_pe_BHR, cache.values)
+
     def __call__(self, x_TD: Tensor, plan: StepPlan, cache: LayerCache) -> Tensor:
         step, dims = plan.step, self.dims
         q_TX, kv_TX = self.q_kv_a(x_TD).tensor_split((-dims.kv_lora_rank - dims.qk_rope_head_dim,), dim=1)
@@ -106,14 +119,14 @@ class MLAttention:
         }
         if step.decode is not None and step.prefill is None:
             q_latent_THL = absorb_rope_store(q_THC, self.w_uk_HLn, *stored, **given)
-            out_THV = self._decode(q_latent_THL, q_pe_THR, cache, step.decode)
+            out_THV = self._decode(q_latent_THL, q_pe_THR, cache, step.decode, plan.decode_pieces)
             return self.o(out_THV.view(-1, dims.num_heads * dims.v_head_dim))
         latent_rope_store(q_pe_THR, *stored, **given)
         out_THV = q_THC.new_empty(0, dims.num_heads, dims.v_head_dim)
         if step.decode is not None:
             rows = slice(step.num_decode)
             q_latent_BHL = head_linear(q_THC[rows, :, : dims.qk_nope_head_dim], self.w_uk_HLn)
-            out_THV = self._decode(q_latent_BHL, q_pe_THR[rows], cache, step.decode)
+            out_THV = self._decode(q_latent_BHL, q_pe_THR[rows], cache, step.decode, plan.decode_pieces)
         out_THV = self._prefill(out_THV, q_THC[step.num_decode :], cache, plan.mla_rounds)
         return self.o(out_THV.view(-1, dims.num_heads * dims.v_head_dim))
 
@@ -123,18 +136,16 @@ class MLAttention:
             q_TX = self.q_b(rmsnorm(q_TX, self.q_a_norm_A, LATENT_NORM_EPS))
         return q_TX.unflatten(1, (self.dims.num_heads, self.dims.qk_head_dim))
 
-    def _decode(self, q_latent_BHL: Tensor, q_pe_BHR: Tensor, cache: LayerCache, decode: DecodeBatch) -> Tensor:
-        return mla_decode_values(
-            q_latent_BHL,
-            q_pe_BHR,
-            cache.values,
-            decode.block_tables_BM,
-            decode.kv_lens_B,
-            self.w_uv_HVL,
-            scale=self.scale,
-            max_kv_len=decode.max_kv_len,
-            scales_NP2=cache.scales,
-        )
+    def _decode(
+        self, q_latent_BHL: Tensor, q_pe_BHR: Tensor, cache: LayerCache, decode: DecodeBatch, pieces: PieceList | None
+    ) -> Tensor:
+        """With a list, decode and the product each by itself: `mla_decode_values` reads none, and of 128 heads, 16 MB
+        of weights, it would do the same."""
+        operands = (q_latent_BHL, q_pe_BHR, cache.values, decode.block_tables_BM, decode.kv_lens_B)
+        bounds: dict[str, Any] = {"scale": self.scale, "max_kv_len": decode.max_kv_len}
+        if pieces is not None:
+            return head_linear(mla_decode(*operands, **bounds, pieces=pieces), self.w_uv_HVL)
+        return mla_decode_values(*operands, self.w_uv_HVL, **bounds, scales_NP2=cache.scales)
 
     def _prefill(self, first_BHV: Tensor, q_THC: Tensor, cache: LayerCache, rounds: tuple[MLARound, ...]) -> Tensor:
         """`first_BHV`, the step's decoding rows, and the result behind them.

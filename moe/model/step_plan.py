@@ -1,7 +1,8 @@
 """What is worked out once per step and used by every layer: row offsets, and the rounds of MLA's prefill.
 
-Knows lengths, pages and bounds; knows nothing of requests or weights. Everything comes from the host twins of the
-step's lengths, so planning never waits for the device; one copy takes all rounds there.
+Knows lengths, pages and bounds; knows nothing of requests or weights. Everything of prefill comes from the host twins
+of the step's lengths, so planning never waits for the device; one copy takes all rounds there. What decode needs the
+device works out: the host knows no length of a replayed step.
 
 Rounds cut a sequence's keys at fixed absolute positions: round r is [r * W, (r + 1) * W), W the same for all sequences
 and steps. A round's keys are expanded into a workspace of bounded size; sequences that do not fit together take turns.
@@ -15,13 +16,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from kernels.checks import cdiv
+from kernels.mla_order import PieceList, list_pieces
 from kernels.prefill_order import order_pieces
+from kernels.split_kv import SplitRule
 from moe.model.overlap import SideStream
 from moe.model.step_input import PrefillBatch, StepInput
 
@@ -78,11 +82,19 @@ class StepPlan:
     """The step's tensors and what all layers share."""
 
     step: StepInput
-    all_rows_2: Tensor  # int32 (0, T)
     mla_rounds: tuple[MLARound, ...]
     load: LayerLoads | None
     pieces_I: Tensor | None = None  # of prefill without rounds, by kernels/prefill_order.py; None: as it comes
     beside: SideStream | None = None  # shared experts run there while rows travel; None: in their turn
+    decode_pieces: PieceList | None = None  # taken by each layer in turn; None: decode reads no list
+
+    @cached_property
+    def all_rows_2(self) -> Tensor:
+        """int32 (0, T), where a layer asks for it: a launch that few rows of most models need not wait for."""
+        num_tokens, device = self.step.token_ids_T.shape[0], self.step.token_ids_T.device
+        # On the device in one launch; a rank without rows has no step to count in.
+        all_rows_2 = torch.arange(0, 2 * max(num_tokens, 1), max(num_tokens, 1), dtype=torch.int32, device=device)
+        return all_rows_2 if num_tokens else all_rows_2.zero_()
 
 
 def plan_step(
@@ -92,10 +104,11 @@ def plan_step(
     load: LayerLoads | None,
     beside: SideStream | None = None,
     piece_queries: int | None = None,
+    decode_rule: SplitRule | None = None,
 ) -> StepPlan:
     """`mla_workspace_tokens` is None for networks whose prefill reads the cache as it is; `piece_queries`: queries of a
-    piece of prefill attention, None where the order of pieces is not listed."""
-    num_tokens, device = step.token_ids_T.shape[0], step.token_ids_T.device
+    piece of prefill attention, `decode_rule`: how decode cuts sequences, None where the pieces of each are not listed.
+    """
     rounds: tuple[MLARound, ...] = ()
     pieces_I: Tensor | None = None
     if step.prefill is not None:
@@ -104,12 +117,11 @@ def plan_step(
         elif piece_queries is not None:
             upload, keys = Upload(), step.prefill.kv_lens_host
             listed = upload.add(_pieces(step.prefill, 0, [0] * len(keys), keys, piece_queries))
-            pieces_I = upload.to(device)[listed]
-    # On the device in one launch; a rank without rows has no step to count in.
-    all_rows_2 = torch.arange(0, 2 * max(num_tokens, 1), max(num_tokens, 1), dtype=torch.int32, device=device)
-    if not num_tokens:
-        all_rows_2.zero_()
-    return StepPlan(step, all_rows_2, rounds, load, pieces_I, beside)
+            pieces_I = upload.to(step.token_ids_T.device)[listed]
+    decode_pieces: PieceList | None = None
+    if step.decode is not None and decode_rule is not None:
+        decode_pieces = list_pieces(step.decode.kv_lens_B, decode_rule, max_kv_len=step.decode.max_kv_len)
+    return StepPlan(step, rounds, load, pieces_I, beside, decode_pieces)
 
 
 def round_length(page_size: int, workspace_tokens: int) -> int:

@@ -30,6 +30,7 @@ class Case(NamedTuple):
     why: str
     fp8: bool = False
     capability: tuple[int, int] = (9, 0)
+    heads: int | None = None  # others than the model's
 
 
 def limits(tokens: int, seqs: int, length: int) -> StepLimits:
@@ -45,6 +46,7 @@ CASES = (
     Case("dsv2-lite", (0, 1), limits(16384, 16, 8192), "MLA's prefill in rounds, a dense layer"),
     Case("dsv2-lite", (1,), limits(16384, 16, 2048), "MLA in one round, keys put together", capability=(8, 0)),
     Case("dsv2-lite", (1,), limits(1024, 1000, 65536), "MLA's decode"),
+    Case("dsv2-lite", (1,), limits(1024, 1000, 131072), "MLA's decode by a list, which is a megabyte", heads=128),
 )
 
 
@@ -55,6 +57,7 @@ def words(case: Case) -> dict[str, Any]:
         "limits": vars(case.limits),
         "fp8": case.fp8,
         "capability": case.capability,
+        "heads": case.heads,
     }
 
 
@@ -72,7 +75,11 @@ def cut(name: str, layers: Sequence[int] | None = None, *, fp8: bool = False) ->
 
 def by_shapes(case: Case) -> Workspace:
     device = Device(hopper=case.capability >= (9, 0))
-    return measure_by_shapes(cut(case.name, case.layers, fp8=case.fp8), torch.bfloat16, case.limits, device)
+    model = cut(case.name, case.layers, fp8=case.fp8)
+    if case.heads is not None:
+        assert isinstance(model.attention, MLAConfig)
+        model = replace(model, attention=replace(model.attention, num_heads=case.heads))
+    return measure_by_shapes(model, torch.bfloat16, case.limits, device)
 
 
 @pytest.fixture(scope="module")

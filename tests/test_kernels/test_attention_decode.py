@@ -13,11 +13,8 @@ from kernels.attention_decode import (
     attention_decode_reference,
     attention_decode_triton,
 )
-from kernels.new_rows import NewRows
-from kernels.qk_rope_store import qk_rope_store_triton
 from kernels.split_kv import MAX_SPLITS, SplitRule, _merge_splits_kernel
 from kernels.split_runs import _merge_runs_kernel
-from kernels.turn_heads import HeadNorms, Rope
 from tests.aot import ARCHS, aot, compile_ahead
 from tests.compare import assert_same_bits, max_rel
 from tests.paged_cache import assert_accurate, dense_attention, draw, index, paged_cache
@@ -132,50 +129,6 @@ def test_bits_of_many_sequences_are_those_of_any_cut_into_programs(heads):
     assert_same_bits(run(partial(attention_decode_triton, whole=True), q_BHC, cache, 0), ours)
 
 
-def check_new_rows(heads, kv_heads, lens, dtype, device, *, norms=True, interleaved=False, window=0, rotated=128):
-    """Against the separate launches: cache and result, in a cache that held NaN where the new rows go."""
-    qkv = draw(len(lens), heads + 2 * kv_heads, 128, dtype=dtype, device=device, seed=7)
-    q_BHC, k_BGC, v_BGC = qkv.split((heads, kv_heads, kv_heads), dim=1)
-    weights = (1 + 0.3 * draw(128, seed=seed) for seed in (1, 2))
-    head_norms = HeadNorms(*(w.to(device, dtype) for w in weights), 1e-6) if norms else None
-    positions_B = torch.tensor(lens, device=device) - 1
-    rope = Rope(positions_B.clamp_min(0), draw(max(lens) + 1, rotated, device=device, seed=3), interleaved)
-    results = []
-    for fused in (False, True):
-        cache = paged_cache(lens, page=16, kv_heads=kv_heads, width=128, dtype=dtype, device=device)
-        caches = (cache.k_cache_NPGC, cache.v_cache_NPGV)
-        block_B = cache.block_tables_BM.long().gather(1, (positions_B.clamp_min(0) // 16)[:, None])[:, 0]
-        slots_B = torch.where(positions_B < 0, -1, block_B * 16 + positions_B % 16)
-        for x in caches:
-            x.flatten(0, 1)[slots_B[slots_B >= 0]] = torch.nan
-        new, q = NewRows(k_BGC, v_BGC, head_norms, rope, slots_B), q_BHC
-        if not fused:
-            q, new = qk_rope_store_triton(q_BHC, k_BGC, v_BGC, head_norms, rope, *caches, slots_B), None
-        out_BHV = run(partial(attention_decode_triton, whole=False, new=new), q, cache, window)
-        results.append((out_BHV, *caches))
-    for separate, ours in zip(*results):
-        assert_same_bits(ours, separate)
-    assert not results[0][0].isnan().any()
-
-
-@pytest.mark.interpret
-@pytest.mark.parametrize("norms", [False, True])
-def test_new_rows_come_along(norms):
-    """The last split holds one key, all of its keys, or some; a sequence of no tokens stores nothing."""
-    check_new_rows(6, 2, [1, 0, 129, 256, 300], torch.float16, "cpu", norms=norms, interleaved=norms)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("norms", [False, True])
-@pytest.mark.parametrize("window", [0, 300])
-@pytest.mark.parametrize(("heads", "kv_heads"), [(32, 4), (32, 8), (7, 1)])
-def test_new_rows_have_the_bits_of_the_separate_launches(heads, kv_heads, window, norms):
-    for start in range(0, 24, 8):
-        lens = [0, *(1 + 97 * b % 2300 for b in range(start, start + 7))]
-        options = {"norms": norms, "interleaved": start == 8, "window": window, "rotated": 64 if start else 128}
-        check_new_rows(heads, kv_heads, lens, torch.bfloat16, "cuda", **options)
-
-
 def test_no_sequences_and_no_keys(backend):
     q_BHC, cache = draw_case(16, 2, 1, 16, 16, [0, 0], backend.dtype, backend.device)
     assert_same_bits(run(attention_decode_triton, q_BHC, cache, 0, max_kv_len=0), torch.zeros_like(q_BHC))
@@ -258,24 +211,19 @@ def test_kernel_compiles_ahead_of_time(arch, dtype, width, block_n, num_stages, 
     sizes |= {"SPLIT_LEN": 128, "FEW_SPLITS": 8, "WHOLE": whole}
     blocks = {"BLOCK_H": 16, "BLOCK_N": block_n, "BLOCK_C": 128, "BLOCK_V": 128, "PDL": arch >= 90}
     args = {**pointers, **numbers, **{f"stride_{name}": "i32" for name in names}, **sizes, **blocks}
-    rows = {"new_k_ptr", "new_v_ptr", "q_weight_ptr", "k_weight_ptr"}
-    new = dict.fromkeys(rows, f"*{dtype}") | {"positions_ptr": "*i64", "slots_ptr": "*i64", "angles_ptr": "*fp32"}
-    strides = dict.fromkeys(("stride_nkb", "stride_nkg", "stride_nvb", "stride_nvg"), "i32")
-    args |= strides | {"eps": "fp32", "HALF": width // 2, "INTERLEAVED": False}
-    compile_ahead(_decode_kernel, arch, args | dict.fromkeys(new), num_stages=num_stages)
-    if (dtype, cached, whole, width) == ("bf16", "bf16", False, 128):
-        compile_ahead(_decode_kernel, arch, args | new, num_stages=num_stages)
+    compile_ahead(_decode_kernel, arch, args, num_stages=num_stages)
 
 
 @aot
 @pytest.mark.parametrize("arch", ARCHS)
 def test_merges_compile_ahead_of_time(arch):
     pointers = {"kv_lens_ptr": "*i32", "out_ptr": "*bf16"}
-    numbers = {"num_heads": "i32"}
     sizes = {"VALUE_WIDTH": 128, "BLOCK_V": 128, "WINDOW": 512, "SPLIT_LEN": 128, "FEW_SPLITS": 8, "PDL": arch >= 90}
-    old = {"parts_ptr": "*fp32", "lse_ptr": "*fp32", "num_splits": "i32", "BLOCK_H": 8, "BLOCK_S": 64}
-    compile_ahead(_merge_splits_kernel, arch, pointers | numbers | sizes | old)
+    old = {"parts_ptr": "*fp32", "lse_ptr": "*fp32", "num_splits": "i32", "num_heads": "i32"}
+    old |= {"BLOCK_H": 8, "BLOCK_S": 64}
+    compile_ahead(_merge_splits_kernel, arch, pointers | sizes | old)
     new = {"acc_ptr": "*fp32", "sums_ptr": "*fp32", "num_parts": "i32", "stride_sum": "i32", "unit": "fp32"}
-    for one in (True, False):
-        runs = new | {"BLOCK_H": 4, "WHOLE": one, "ONE_RUN": one, "PDL": "ahead" if arch >= 90 else False}
-        compile_ahead(_merge_runs_kernel, arch, pointers | numbers | sizes | runs)
+    sizes |= {"PDL": "ahead" if arch >= 90 else False, "HEADS": 30}
+    for block_h, whole in ((1, False), (4, True)):
+        runs = new | {"BLOCK_H": block_h, "WHOLE": whole}
+        compile_ahead(_merge_runs_kernel, arch, pointers | sizes | runs, num_warps=block_h)

@@ -179,6 +179,6 @@ def test_compiles(arch):
     args |= dict.fromkeys(("shared_ptr", "residual_ptr", "norm_ptr", "sum_ptr"), "*bf16")
     args |= dict.fromkeys(("num_tokens", "stride_shared", "stride_residual"), "i32") | {"eps": "fp32"}
     assert compile_ahead(_combine_norm_kernel, arch, args | {"BLOCK_R": 1, "BLOCK_D": 8192}, num_warps=8)
-    assert compile_ahead(_combine_norm_kernel, arch, args | {"IN_ORDER": True, "BLOCK_R": 1, "BLOCK_D": 2048})
+    assert compile_ahead(_combine_norm_kernel, arch, args | {"IN_ORDER": True, "BLOCK_R": 1, "BLOCK_D": 8192})
     args |= {"TOP_K": 60, "shared_ptr": None, "BLOCK_R": 8, "BLOCK_D": 128}
     assert compile_ahead(_combine_norm_kernel, arch, args)

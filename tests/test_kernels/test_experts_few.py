@@ -8,14 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels import experts_few as module
+from kernels import experts_few_room
 from kernels.experts_few import (
     FEW_TOKENS,
     experts_few,
     experts_few_kernel,
-    num_stages,
     serves_few_tokens,
 )
+from kernels.experts_few_room import block_f, num_stages
 from kernels.grouped_gemm import grouped_gemm_swiglu_triton, grouped_gemm_triton
 from kernels.pack import Packed, pack
 from tests.aot import aot
@@ -69,7 +69,7 @@ def two_launches(x_TD: Tensor, w13_S2FD: Tensor, w2_SDF: Tensor, packed: Packed)
 
 
 def test_worked_examples():
-    assert doctest.testmod(module).failed == 0
+    assert doctest.testmod(experts_few_room).failed == 0
 
 
 def test_a_cpu_is_left_to_the_two_products():
@@ -90,6 +90,19 @@ def test_bits_are_those_of_two_launches(num_experts, top_k, width, hidden, dtype
         wide = torch.full((num_tokens + 1, width + 8), torch.nan, device="cuda", dtype=dtype)
         wide[:num_tokens, :width] = torch.randn(num_tokens, width, device="cuda").to(dtype)
         x_TD = wide[:num_tokens, :width]
+        with filled_memory():
+            ours_RD = one_launch(x_TD, w13_S2FD, w2_SDF, packed)
+        last = int(packed.offsets_S1[-1])
+        assert_same_bits(ours_RD[:last], two_launches(x_TD, w13_S2FD, w2_SDF, packed)[:last])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("width", "hidden"), [(4096, 14336), (264, 1032)])
+def test_one_row_of_any_width_inside(width, hidden):
+    w13_S2FD, w2_SDF = operands(3, width, hidden, torch.bfloat16)
+    for turn in range(6):
+        packed = routed(1, 3, 2, turn)
+        x_TD = torch.randn(1, width, device="cuda").bfloat16()
         with filled_memory():
             ours_RD = one_launch(x_TD, w13_S2FD, w2_SDF, packed)
         last = int(packed.offsets_S1[-1])
@@ -148,41 +161,46 @@ def test_what_is_left_to_the_two_products():
     assert not serves_few_tokens(x_TD[:8], w13_S2FD, w2_SDF, ranges_S2, packed.row_token_R, 16)
     large = torch.empty(2, 64, 14336, device="cuda", dtype=torch.bfloat16)  # rows of h would fill a multiprocessor
     assert not serves_few_tokens(x_TD[:8], w13_S2FD[:2], large, packed.offsets_S1[:3], packed.row_token_R, 16)
+    assert serves_few_tokens(x_TD[:1], w13_S2FD[:2], large, packed.offsets_S1[:3], packed.row_token_R, 2)
 
 
 UNDECIDED = ("parts_ptr", "bias_ptr", "real_ptr", "slot_of_ptr", "ids_ptr", "weights_ptr", "packed_row_ptr")
 
 
-def numbers_and_shared(*, with_shared: bool) -> dict[str, object]:
+def numbers_and_shared(*, with_shared: bool, piece: int = 64) -> dict[str, object]:
     names = ("num_tokens", "num_rows", "num_slots", "num_hidden", "num_columns", "num_shared")
     args: dict[str, object] = dict.fromkeys(names, "i32")
-    boxes = (box("bf16", 16, 64), box("bf16", 64, 64)) if with_shared else (None, None)
+    boxes = (box("bf16", 16, 64), box("bf16", piece, 64)) if with_shared else (None, None)
     return args | dict(zip(("s13_desc", "s2_desc"), boxes))
 
 
 @aot
-@pytest.mark.parametrize(("width", "hidden"), [(2048, 768), (2048, 1408), (64, 1024)])
-def test_compiles(width, hidden):
+@pytest.mark.parametrize(
+    ("num_tokens", "width", "hidden"), [(8, 2048, 768), (8, 2048, 1408), (8, 64, 1024), (1, 2048, 1408), (1, 4096, 512)]
+)
+def test_compiles(num_tokens, width, hidden):
     args = numbers_and_shared(with_shared=width > 64)
     args |= dict.fromkeys(("offsets_ptr", "token_ptr", "counters_ptr"), "*i32")
     args |= dict.fromkeys(("x_ptr", "h_ptr", "y_ptr"), "*bf16") | {"stride_x8": "i32"}
     args |= {"w13_desc": box("bf16", 16, 64), "w2_desc": box("bf16", 64, 64), "BLOCK_S": 128}
-    args |= {"STAGES": num_stages(width, hidden), "BLOCK_D": max(256, width)}
-    args |= {"BLOCK_F": 1 << (hidden - 1).bit_length()}
+    args |= {"STAGES": num_stages(num_tokens, width, hidden), "BLOCK_D": max(256, width)}
+    args |= {"BLOCK_F": block_f(num_tokens, hidden), "ONE": num_tokens == 1, "ROWS": 64}
     args |= dict.fromkeys(UNDECIDED) | dict.fromkeys(("epsilon", "scale"), "fp32") | {"CHOICE": None, "top_k": "i32"}
     compile_gluon_ahead(experts_few_kernel, args | {"PDL": True})
 
 
 @aot
 @pytest.mark.parametrize(("num_experts", "sigmoid"), [(128, False), (250, True)])
-def test_the_choice_in_it_compiles(num_experts, sigmoid):
-    args = numbers_and_shared(with_shared=sigmoid)
+@pytest.mark.parametrize(("num_tokens", "piece"), [(4, 64), (1, 64), (1, 32)])
+def test_the_choice_in_it_compiles(num_tokens, piece, num_experts, sigmoid):
+    args = numbers_and_shared(with_shared=sigmoid, piece=piece) | {"ONE": num_tokens == 1, "ROWS": piece}
     args |= dict.fromkeys(("offsets_ptr", "slot_of_ptr", "ids_ptr", "packed_row_ptr", "counters_ptr"), "*i32")
     args |= dict.fromkeys(("x_ptr", "h_ptr", "y_ptr"), "*bf16") | {"stride_x8": "i32", "token_ptr": None}
     args |= dict.fromkeys(("parts_ptr", "weights_ptr"), "*fp32") | dict.fromkeys(("epsilon", "scale"), "fp32")
-    args |= {"w13_desc": box("bf16", 16, 64), "w2_desc": box("bf16", 64, 64)}
+    args |= {"w13_desc": box("bf16", 16, 64), "w2_desc": box("bf16", piece, 64)}
     args |= {"top_k": "i32", "real_ptr": "*i1", "bias_ptr": "*fp32" if sigmoid else None}
     block_e = 1 << (num_experts - 1).bit_length()
     args |= {"CHOICE": (num_experts, 16, 8, sigmoid, True, block_e), "BLOCK_S": block_e}
-    args |= {"STAGES": num_stages(2048, 768, num_experts), "BLOCK_D": 2048, "BLOCK_F": 1024}
+    args |= {"STAGES": num_stages(num_tokens, 2048, 768, num_experts), "BLOCK_D": 2048}
+    args |= {"BLOCK_F": block_f(num_tokens, 768)}
     compile_gluon_ahead(experts_few_kernel, args | {"PDL": True})

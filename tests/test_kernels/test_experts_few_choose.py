@@ -18,14 +18,16 @@ from tests.compare import assert_same_bits, filled_memory
 
 SIGMOID = RoutingRule(top_k=6, score="sigmoid", epsilon=1e-20, scale=2.5)
 
-# experts, D, F, rule, with a bias
+# experts, D, F, rule, with a bias, most rows
 CASES = [
-    pytest.param(128, 2048, 768, RoutingRule(top_k=8), False, id="qwen3"),
-    pytest.param(64, 2048, 1408, RoutingRule(top_k=6, renormalize=False, scale=1.5), False, id="dsv2-lite"),
-    pytest.param(250, 1032, 72, SIGMOID, True, id="nothing divides"),
-    pytest.param(5, 256, 128, RoutingRule(top_k=5), False, id="every expert"),
-    pytest.param(60, 96, 64, RoutingRule(top_k=4), True, id="softmax with a bias"),
-    pytest.param(40, 64, 64, RoutingRule(top_k=1, score="sigmoid", renormalize=False), False, id="one of forty"),
+    pytest.param(128, 2048, 768, RoutingRule(top_k=8), False, 4, id="qwen3"),
+    pytest.param(64, 2048, 1408, RoutingRule(top_k=6, renormalize=False, scale=1.5), False, 4, id="dsv2-lite"),
+    pytest.param(250, 1032, 72, SIGMOID, True, 4, id="nothing divides"),
+    pytest.param(24, 264, 1032, SIGMOID, True, 4, id="one row's h in parts, the last of eight columns"),
+    pytest.param(3, 4096, 14336, RoutingRule(top_k=2), False, 1, id="h that eight rows have no room for"),
+    pytest.param(5, 256, 128, RoutingRule(top_k=5), False, 4, id="every expert"),
+    pytest.param(60, 96, 64, RoutingRule(top_k=4), True, 4, id="softmax with a bias"),
+    pytest.param(40, 64, 64, RoutingRule(top_k=1, score="sigmoid", renormalize=False), False, 4, id="one of forty"),
 ]
 
 
@@ -66,13 +68,13 @@ def assert_as_apart(undecided: Undecided, y_RD: Tensor, x_TD: Tensor, gate_ED: T
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("num_experts", "width", "hidden", "rule", "with_bias"), CASES)
-def test_bits_are_those_of_each_apart(num_experts, width, hidden, rule, with_bias):
+@pytest.mark.parametrize(("num_experts", "width", "hidden", "rule", "with_bias", "most_rows"), CASES)
+def test_bits_are_those_of_each_apart(num_experts, width, hidden, rule, with_bias, most_rows):
     gate_ED, w13_S2FD, w2_SDF = operands(num_experts, width, hidden)
     bias_E = torch.linspace(-0.1, 0.1, num_experts, device="cuda") if with_bias else None
     generator = torch.Generator().manual_seed(0)
-    for turn in range(24):
-        num_tokens = turn % 4 + 1
+    for turn in range(6 * most_rows):
+        num_tokens = turn // 6 + 1
         x_TD, gate = rows_of(num_tokens, width, turn), gate_ED
         if turn % 6 == 1:
             gate = gate_ED[torch.arange(num_experts, device="cuda") // 3 * 3]  # ties

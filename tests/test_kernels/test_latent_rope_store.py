@@ -143,9 +143,9 @@ def compiled(arch, cached="bf16", given=False, interleaved=True):
     pointers = dict.fromkeys(("q_pe_ptr", "kv_ptr", "weight_ptr"), "*bf16") | {"cache_ptr": f"*{cached}"}
     pointers |= {"scales_ptr": None if cached == "bf16" else "*fp32", "saturated_ptr": "*i64" if given else None}
     indices = {"positions_ptr": "*i64", "slots_ptr": "*i64", "table_ptr": "*fp32", "eps": "fp32"}
-    names = ("num_tokens", "num_heads", "page_size", "stride_qt", "stride_qh", "stride_kt", "stride_cn", "stride_cp")
+    names = ("num_tokens", "num_heads", "stride_qt", "stride_qh", "stride_kt", "stride_cn", "stride_cp")
     names += ("stride_sn", "stride_sp")
-    blocks = {"LATENT": 512, "HALF": 32, "BLOCK_L": 512, "BLOCK_H": 16, "BLOCK_P": 32, "GIVEN": given}
+    blocks = {"PAGE": 16, "LATENT": 512, "HALF": 32, "BLOCK_L": 512, "BLOCK_H": 16, "BLOCK_P": 32, "GIVEN": given}
     none = dict.fromkeys(("nope_ptr", "w_ptr", "y_ptr")) | dict.fromkeys(("stride_nt", "stride_nh"), "i32")
     none |= {"NOPE": 0, "BLOCK_M": 16, "BLOCK_N": 64, "BLOCK_K": 16}
     names = dict.fromkeys(names, "i32")

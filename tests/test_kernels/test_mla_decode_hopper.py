@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import pytest
 import torch
 
 from kernels.mla_decode import mla_decode, mla_decode_reference
-from kernels.mla_decode_hopper import attend_splits, runs_on_hopper
+from kernels.mla_decode_hopper import attend_splits, list_rule, runs_on_hopper
 from kernels.mla_few_heads import few_heads_kernel
 from kernels.mla_many_heads import many_heads_kernel
 from kernels.mla_merge import Splits, _merge_kernel, merge_parts
+from kernels.mla_order import list_pieces
 from kernels.split_kv import SplitRule
 from tests.aot import ARCHS, aot, compile_ahead
 from tests.compare import assert_same_bits, max_rel
@@ -115,6 +117,33 @@ def test_only_empty_sequences_and_many_of_them(heads):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("heads", [64, 123])
+@pytest.mark.parametrize("others", [0, 3, 300])  # fewer pieces than programs: the rest count in vain; many more
+def test_a_list_given_serves_every_layer(heads, others):
+    """Read ahead of the launch before it, and left with its counter at zero, also by replays of a graph."""
+    lens = [1 + 613 * b % 5000 for b in range(others)] + LENS
+    q_BHX, cache_NPX, cache = draw_case(heads, 64, lens)
+    rule = list_rule(q_BHX[..., :512], q_BHX[..., 512:], cache_NPX)
+    assert rule is not None
+    alone = run(mla_decode, q_BHX, cache_NPX, cache, max_kv_len=8192)
+    pieces = list_pieces(cache.kv_lens_B, rule, max_kv_len=8192)
+    layers = partial(run, partial(mla_decode, pieces=pieces), q_BHX, cache_NPX, cache, max_kv_len=8192)
+    torch.cuda.synchronize()
+    for _ in range(3):
+        assert_same_bits(layers(), alone)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outs = [layers() for _ in range(3)]
+    for _ in range(3):
+        for out in outs:
+            out.zero_()
+        graph.replay()
+        for out in outs:
+            assert_same_bits(out, alone)
+    assert int(pieces.counts[1]) == 0
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("heads", [16, 128])
 def test_a_nan_latent_of_one_sequence_stays_with_it(heads):
     q_BHX, cache_NPX, cache = draw_case(heads, 64, [200, 200, 200])
@@ -140,34 +169,41 @@ def test_C16_last_block_of_a_cache_above_two_to_the_31(heads):
 
 
 def test_a_cpu_is_left_to_the_other_kernel():
-    q_BHX = draw(1, 16, 576)
-    assert not runs_on_hopper(q_BHX[..., :512], q_BHX[..., 512:], draw(4, 64, 576))
+    q_BHX = draw(1, 128, 576)
+    operands = (q_BHX[..., :512], q_BHX[..., 512:], draw(4, 64, 576))
+    assert not runs_on_hopper(*operands) and list_rule(*operands) is None
+
+
+def operand_types(page):
+    """Of what both kernels take."""
+    types = {"desc": box("bf16", min(page, 64), 64), "tables_ptr": "*i32", "out_ptr": "*bf16", "parts_ptr": "*fp16"}
+    types |= {"lse_ptr": "*fp32", "scale_log2": "fp32", "PAGE": page}
+    return types | dict.fromkeys(("num_splits", "num_heads", "stride_tb"), "i32")
 
 
 @aot
 @pytest.mark.parametrize(
-    ("kernel", "block_h", "page", "own"),
+    ("block_h", "page"),
     [
-        (few_heads_kernel, 16, 16, {"whole_ptr": "*i32"}),  # four pages a tile; merges in registers
-        (few_heads_kernel, 16, 32, {"whole_ptr": "*i32"}),
-        (few_heads_kernel, 32, 64, {"whole_ptr": "*i32"}),
-        (many_heads_kernel, 64, 16, {"num_pieces": "i32"}),
-        (many_heads_kernel, 64, 64, {"num_pieces": "i32"}),
+        (16, 16),  # four pages a tile; merges in registers
+        (16, 32),
+        (32, 64),
     ],
 )
-def test_kernels_compile_ahead_of_time(kernel, block_h, page, own):
-    pointers = {"q_latent_ptr": "*bf16", "q_pe_ptr": "*bf16", "out_ptr": "*bf16", "parts_ptr": "*fp16"}
-    pointers |= {
-        "tables_ptr": "*i32",
-        "kv_lens_ptr": "*i32",
-        "lse_ptr": "*fp32",
-        "desc": box("bf16", min(page, 64), 64),
-    }
-    numbers = ("num_sequences", "num_splits", "num_heads")
-    strides = ("stride_lb", "stride_lh", "stride_rb", "stride_rh", "stride_tb")
-    sizes = {"PAGE": page, "SPLIT_LEN": 128, "FEW_SPLITS": 8, "BLOCK_H": block_h, "PDL": True}
-    args = {**pointers, **own, "scale_log2": "fp32", **dict.fromkeys(numbers + strides, "i32"), **sizes}
-    compile_gluon_ahead(kernel, args)
+def test_few_heads_compile_ahead_of_time(block_h, page):
+    args = operand_types(page) | dict.fromkeys(("q_latent_ptr", "q_pe_ptr"), "*bf16")
+    args |= dict.fromkeys(("kv_lens_ptr", "whole_ptr"), "*i32")
+    args |= dict.fromkeys(("num_sequences", "stride_lb", "stride_lh", "stride_rb", "stride_rh"), "i32")
+    sizes = {"SPLIT_LEN": 128, "FEW_SPLITS": 8, "BLOCK_H": block_h, "PDL": True}
+    compile_gluon_ahead(few_heads_kernel, args | sizes)
+
+
+@aot
+@pytest.mark.parametrize("page", [16, 64])
+@pytest.mark.parametrize("pdl", [True, False])  # False: the list is made right before
+def test_many_heads_compile_ahead_of_time(page, pdl):
+    args = operand_types(page) | dict.fromkeys(("latent_desc", "pe_desc"), box("bf16", 1, 64, 64))
+    compile_gluon_ahead(many_heads_kernel, args | dict.fromkeys(("pieces_ptr", "counts_ptr"), "*i32") | {"PDL": pdl})
 
 
 @aot

@@ -12,10 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.drafts import experts_few_fp8, experts_row, linear_rows, mla_few_aligned, mla_piece_list
+from benchmarks.drafts import experts_few_fp8, linear_rows
 from kernels.attention_prefill import attention_prefill
+from kernels.combine import combine_norm_triton
 from kernels.experts_few import SharedExperts, experts_few, experts_few_undecided, serves_undecided, takes_along
-from kernels.gate_few import Undecided, leave_open
+from kernels.gate_few import Undecided, gate_and_pack_triton, leave_open
 from kernels.grouped_gemm import grouped_gemm_triton
 from kernels.grouped_gemm_fp8 import (
     grouped_gemm_fp8_reference,
@@ -29,7 +30,8 @@ from kernels.grouped_gemm_specialized import launch_specialized
 from kernels.grouped_gemm_swapped import launch_swapped
 from kernels.linear import linear_triton
 from kernels.mla_decode import mla_decode_reference
-from kernels.mla_decode_hopper import mla_decode_hopper, runs_on_hopper
+from kernels.mla_decode_hopper import list_rule, mla_decode_hopper, runs_on_hopper
+from kernels.mla_order import list_pieces
 from kernels.pack import pack
 from kernels.quantize import dequantize_rows, quantize_rows
 from kernels.routing import RoutingRule
@@ -37,8 +39,14 @@ from kernels.tiles import TileConfig
 from tests.aot import aot
 from tests.compare import assert_same_bits, filled_memory, max_rel
 from tests.fp8_operands import draw_blocks, draw_rows, offsets_of
+from tests.new_rows import check_new_rows
 from tests.paged_cache import paged_cache
 from tests.ptx.launch import Hopper
+from tests.test_kernels.test_combine import draw as unordered_rows
+from tests.test_kernels.test_combine import norm_operands
+from tests.test_kernels.test_combine_few import rows_in_order
+from tests.test_kernels.test_latent_rope_store import check_against_separate
+from tests.test_kernels.test_latent_rope_store import operands as latents
 
 pytestmark = aot
 
@@ -91,19 +99,26 @@ def test_linear_of_few_rows(hopper, columns, width):
     assert_same_bits(y_MN, (in_steps(x_MK, wide_w[:columns, :width]) + bias_N.float()).bfloat16())
 
 
-@pytest.mark.parametrize("along", [False, True], ids=["alone", "with shared experts"])
-def test_experts_of_few_tokens(hopper, along):
+@pytest.mark.parametrize(
+    ("hidden", "along", "ids"),
+    [
+        pytest.param(72, False, [[3, 0], [-1, -1], [0, 1]], id="alone"),
+        pytest.param(72, True, [[3, 0], [-1, -1], [0, 1]], id="with shared experts"),
+        pytest.param(1544, True, [[3, 0]], id="one token, whose h comes in parts"),
+    ],
+)
+def test_experts_of_few_tokens(hopper, hidden, along, ids):
     """A slot without rows; a token that goes nowhere."""
-    num_slots, width, hidden, num_tokens = 4, 264, 72, 3
+    num_slots, width, num_tokens, num_rows = 4, 264, len(ids), 2 * len(ids)
     w13_S2FD, w2_SDF = drawn(num_slots, 2 * hidden, width, seed=1), drawn(num_slots, width, hidden, seed=2)
     shared = SharedExperts(drawn(400, width, seed=3), drawn(width, 200, seed=4)) if along else None
-    ids_TK = torch.tensor([[3, 0], [-1, -1], [0, 1]], dtype=torch.int32)
+    ids_TK = torch.tensor(ids, dtype=torch.int32)
     x_TD = rows_of(num_tokens, width)
     with hopper.posing(), filled_memory():
         packed = pack(ids_TK, torch.arange(num_slots, dtype=torch.int32), num_slots)
         assert packed.counters is not None
-        assert shared is None or takes_along(x_TD, w13_S2FD, w2_SDF, 6, shared)
-        given = (x_TD, w13_S2FD, w2_SDF, packed.offsets_S1, packed.row_token_R, 6, packed.counters)
+        assert shared is None or takes_along(x_TD, w13_S2FD, w2_SDF, num_rows, shared)
+        given = (x_TD, w13_S2FD, w2_SDF, packed.offsets_S1, packed.row_token_R, num_rows, packed.counters)
         ours = experts_few(*given, shared)
     for slot, rows in enumerate(slots_of(packed.offsets_S1)):
         h = gated(x_TD[packed.row_token_R[rows].long()], w13_S2FD[slot])
@@ -116,12 +131,16 @@ def test_experts_of_few_tokens(hopper, along):
 
 
 @pytest.mark.parametrize(
-    ("experts", "num_tokens", "along"),
-    [(experts_few_undecided, 3, True), (experts_row.experts_row, 1, True), (experts_row.experts_row, 1, False)],
-    ids=["in use", "draft of one row", "draft of one row, guessing"],
+    ("num_tokens", "hidden", "along", "multiprocessors"),
+    [
+        pytest.param(3, 72, True, 3, id="three rows"),
+        pytest.param(1, 72, False, 3, id="one row"),
+        pytest.param(1, 1544, True, 16, id="one row, whose h comes in parts, many programs for its pieces"),
+    ],
 )
-def test_experts_of_few_tokens_that_it_chooses(hopper, experts, num_tokens, along):
-    num_experts, width, hidden, rule = 5, 264, 72, RoutingRule(top_k=2)
+def test_experts_of_few_tokens_that_it_chooses(num_tokens, hidden, along, multiprocessors):
+    hopper = Hopper(multiprocessors=multiprocessors)
+    num_experts, width, rule = 5, 264, RoutingRule(top_k=2)
     w13_S2FD, w2_SDF = drawn(num_experts, 2 * hidden, width, seed=1), drawn(num_experts, width, hidden, seed=2)
     x_TD, gate_ED = rows_of(num_tokens, width), drawn(num_experts, width, seed=5)
     slot_of_E = torch.tensor([4, -1, 0, 2, 1], dtype=torch.int32)
@@ -130,7 +149,7 @@ def test_experts_of_few_tokens_that_it_chooses(hopper, experts, num_tokens, alon
         assert serves_undecided(x_TD, w13_S2FD, w2_SDF, num_experts, rule)
         routed = leave_open(x_TD, None, None, gate_ED, None, rule, slot_of_E, num_experts, real_T=None)
         assert isinstance(routed.packed, Undecided)
-        ours = experts(x_TD, w13_S2FD, w2_SDF, routed.packed, shared)
+        ours = experts_few_undecided(x_TD, w13_S2FD, w2_SDF, routed.packed, shared)
     scores_TE = (x_TD.double() @ gate_ED.double().T).softmax(-1)
     top = scores_TE.topk(2)
     ids_TK, weights_TK = routed.packed.routing.expert_ids_TK, routed.packed.routing.weights_TK
@@ -146,34 +165,96 @@ def test_experts_of_few_tokens_that_it_chooses(hopper, experts, num_tokens, alon
                 wanted_D = in_steps(gated(x_TD[t : t + 1], w13_S2FD[slot]), w2_SDF[slot]).bfloat16()[0]
                 assert_same_bits(y_TKD[t, k], wanted_D)
     if shared is not None:
+        assert ours.shared_TD is not None
         assert_same_bits(ours.shared_TD, in_steps(gated(x_TD, shared.gate_up_2FD), shared.down_DF).bfloat16())
 
 
-def aligned(*operands: Tensor, scale: float, max_kv_len: int) -> Tensor:
-    splits = mla_few_aligned.attend_aligned(*operands, scale=scale, max_kv_len=max_kv_len)
-    mla_few_aligned.merge_aligned(splits, operands[4])
-    return splits.out_BHL
+@pytest.mark.parametrize("apart", [1.0, 60.0], ids=["near scores", "scores near the least numbers"])
+@pytest.mark.parametrize("num_tokens", [1, 3])
+def test_the_choice_there_is_the_router_s(hopper, num_tokens, apart):
+    """The bits of its weights, too, however scores are divided. The router decides row by row."""
+    num_experts, rule = 40, RoutingRule(top_k=4, renormalize=False)
+    w13_S2FD, w2_SDF = drawn(num_experts, 16, 64, seed=1), drawn(num_experts, 64, 8, seed=2)
+    x_TD, gate_ED = rows_of(num_tokens, 64), drawn(num_experts, 64, seed=5) * apart
+    router = (gate_ED, None, rule, torch.arange(num_experts, dtype=torch.int32), num_experts)
+    with hopper.posing(), filled_memory():
+        counter_1 = torch.zeros(1, dtype=torch.int32)
+        wanted = [gate_and_pack_triton(x_1D, *router, counter_1=counter_1)[0] for x_1D in x_TD.split(1)]
+        undecided = leave_open(x_TD, None, None, *router).packed
+        assert isinstance(undecided, Undecided)
+        experts_few_undecided(x_TD, w13_S2FD, w2_SDF, undecided)
+    assert torch.equal(undecided.routing.expert_ids_TK, torch.cat([each.expert_ids_TK for each in wanted]))
+    assert_same_bits(undecided.routing.weights_TK, torch.cat([each.weights_TK for each in wanted]))
 
 
-def listed(*operands: Tensor, scale: float, max_kv_len: int) -> Tensor:
-    return mla_piece_list.mla_decode_listed(*operands, None, scale=scale, max_kv_len=max_kv_len)
+@pytest.mark.parametrize(("width", "shared"), [(1024, True), (1040, False)])
+@pytest.mark.parametrize("make", [rows_in_order, unordered_rows], ids=["in order", "anywhere"])
+def test_sum_of_few_rows(hopper, make, width, shared):
+    """The bits of the kernel for many, which takes a view into wider rows, too."""
+    y_RD, rows_TK, weights_TK = make(2, 3, width + 8, torch.bfloat16, "cpu")
+    after = norm_operands(2, width, torch.bfloat16, "cpu", shared=shared)
+    sums = []
+    with hopper.posing(), filled_memory():
+        for x_RD in (y_RD[:, :width], y_RD[:, :width].contiguous()):
+            operands = (x_RD, rows_TK, weights_TK, *after)
+            sums.append(combine_norm_triton(*operands, in_order=make is rows_in_order))
+    assert hopper.launches[-2:] == ["_combine_norm_kernel", "_combine_few_kernel"]
+    for wanted_TD, ours_TD in zip(*sums):
+        assert_same_bits(ours_TD, wanted_TD)
 
 
-@pytest.mark.parametrize(
-    ("attend", "heads"),
-    [(mla_decode_hopper, 3), (mla_decode_hopper, 70), (aligned, 3), (listed, 70)],
-    ids=["keys are rows", "heads are, in two tiles", "draft of few heads", "draft of many heads"],
-)
-def test_latent_attention(hopper, attend, heads):
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize(("num_tokens", "rotated"), [(5, 64), (195, 16)], ids=["few", "many rows a program"])
+def test_store_of_latents(hopper, num_tokens, rotated, interleaved):
+    """The bits of norm, rotation and store by their own kernels."""
+    q_THC, args = latents(num_tokens, 3, 512, rotated, torch.bfloat16, "cpu", interleaved=interleaved)
+    with hopper.posing(), filled_memory():
+        check_against_separate(q_THC, args, rotated)
+    assert hopper.launches[-1] == "_latent_rope_store_kernel"
+
+
+@pytest.mark.parametrize("heads", [3, 70], ids=["keys are rows", "heads are, in two tiles"])
+def test_latent_attention(hopper, heads):
+    """Where there is a list, taken twice: its counter is left at zero. One row under a wider bound: a program of three
+    finds no piece."""
     lens = [70, 0, 130, 1]
     cache = paged_cache(lens, page=64, width=576, dtype=torch.bfloat16)
     q_BHX = drawn(len(lens), heads, 576, seed=7) * 24
     cache_NPX = cache.k_cache_NPGC[:, :, 0].contiguous()
     operands = (q_BHX[..., :512], q_BHX[..., 512:], cache_NPX, cache.block_tables_BM, cache.kv_lens_B)
+    bounds = {"scale": 0.05, "max_kv_len": 130}
+    expected = mla_decode_reference(*operands, **bounds)
     with hopper.posing(), filled_memory():
-        assert runs_on_hopper(*operands[:3])
-        ours = attend(*operands, scale=0.05, max_kv_len=130)
-    assert max_rel(ours, mla_decode_reference(*operands, scale=0.05, max_kv_len=130)) < 1e-2
+        rule = list_rule(*operands[:3])
+        assert runs_on_hopper(*operands[:3]) and (rule is not None) == (heads > 32)
+        pieces = None if rule is None else list_pieces(cache.kv_lens_B, rule, max_kv_len=130)
+        ours = [mla_decode_hopper(*operands, **bounds, pieces=each) for each in (None, pieces, pieces)]
+        row = (*(x[:1] for x in operands[:2]), cache_NPX, *(x[:1] for x in operands[3:]))
+        alone = mla_decode_hopper(*row, scale=0.05, max_kv_len=8192)
+    assert max_rel(ours[0], expected) < 1e-2
+    for other in ours[1:]:
+        assert_same_bits(other, ours[0])
+    assert_same_bits(alone, ours[0][:1])
+    assert pieces is None or pieces.counts[:2].tolist() == [4, 0]
+
+
+@pytest.mark.parametrize(
+    ("lens", "heads", "kv_heads", "options"),
+    [
+        ([70, 0, 129, 1], 6, 2, {"rotated": 64}),  # the new key behind others, alone in a split, alone
+        ([70, 193, 40], 7, 1, {"window": 66, "interleaved": True, "norms": False, "not_stored": [2]}),
+        ([65, 1, 130], 3, 1, {"window": 1}),
+        ([600, 1400], 15, 1, {}),  # a whole tile of queries; splits of more tiles than there are stages
+    ],
+    ids=["lengths", "window", "window of one", "many queries"],
+)
+def test_attention_that_stores_new_rows(hopper, lens, heads, kv_heads, options):
+    """Against the two launches in its place, run here too."""
+    first = len(hopper.launches)
+    with hopper.posing(), filled_memory():
+        check_new_rows(lens, heads, kv_heads, **options)
+    apart, along = ["_qk_rope_store_kernel", "_decode_kernel"], ["_decode_rows_kernel"]
+    assert hopper.launches[first:] == [*apart, "_merge_runs_kernel", *along, "_merge_runs_kernel"]
 
 
 @pytest.mark.parametrize(("kv_heads", "width", "value_width"), [(2, 64, 64), (1, 192, 128)])  # two buffers of q; one

@@ -64,9 +64,8 @@ def inputs_of(
     num_tokens, device = x_TD.shape[0], x_TD.device
     positions_T = torch.arange(num_tokens, device=device)
     step = StepInput(positions_T, positions_T, positions_T, num_tokens, None, None, positions_T, real_T)
-    all_rows_2 = torch.tensor([0, num_tokens], dtype=torch.int32, device=device)
     norm = Norm(torch.ones(x_TD.shape[1], dtype=x_TD.dtype, device=device), 1e-6)
-    return x_TD, torch.zeros_like(x_TD), norm, StepPlan(step, all_rows_2, (), load)
+    return x_TD, torch.zeros_like(x_TD), norm, StepPlan(step, (), load)
 
 
 def rows_of(layer: MoELayer, *args) -> torch.Tensor:

@@ -1,8 +1,14 @@
-"""The kernel of attention_rows.py: decode attention of few rows, in Gluon, whose tiles of keys and values lie in shared
-memory before its launch may read anything else.
+"""Decode attention of few rows that takes along their norms and rotation, and the store of their keys and values, for
+compute capability 9 (H100, H200): one round of loads between what the launch before has written and the products.
 
-Knows pages, lengths and heads. Same operations as kernels/attention_decode.py with `new`, in the same layouts, so the
-same bits.
+Knows pages, lengths and heads; attention_decode.py, whose `new` it takes, and qk_rope_store.py define it: same
+operations in the same layouts, so the same bits. Older keys and values are older than the launch before, and lie in
+shared memory before its end. Behind it queries, the new key, both with their pairs' other halves, and the new value are
+asked for at once; the key is one more row of the queries' tile, so that its norm and turn cost nothing of their own.
+
+One H200, microseconds, here / where a kernel in Triton first turned its queries, then stored the key and then copied:
+32 heads over 4, 1 row of 577 keys 4.7 / 6.7, of 641 4.5 / 6.9, of 4000 11.0 / 13.7; 4 rows of up to 900 keys, window
+300, 7 heads over 1, 4.1 / 6.6. With a launch for norm, turn and store: see FEW_PROGRAMS in decode_cut.py.
 """
 
 # Launch options such as num_warps are no parameters of a kernel.
@@ -11,21 +17,37 @@ same bits.
 
 from __future__ import annotations
 
+from math import e, log2
+
+import torch
+from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from kernels.decode_cut import FEW_PROGRAMS, most_parts
+from kernels.dependent_launch import dependent_launch, wait_for_inputs
+from kernels.kv_int4 import Int4Scales
+from kernels.kv_quantize import KVScales
+from kernels.new_rows import NewRows
+from kernels.rmsnorm import rms_apply as _rms_apply
 from kernels.rope import rotate as _rotate
+from kernels.split_kv import SplitRule
+from kernels.split_runs import Parts, merge_runs
 from kernels.split_runs import splits_of as _splits_of
+from kernels.tiles import device_generation
 from kernels.turn_heads import _other_column
 
-WIDTH = gl.constexpr(128)
+_WIDTH = gl.constexpr(128)
 """Of a head: how its row is spread over threads below is what norm_tile makes of this width."""
 
 _TILE = gl.constexpr(64)
-"""Keys, as in kernels/decode_cut.py."""
+"""Keys, as in decode_cut.py."""
 
+_STAGES = 3
+"""Tiles in shared memory, 32 KiB each: splits of up to 1024 keys have two."""
+
+rms_apply = gluon.jit(_rms_apply.fn)
 rotate = gluon.jit(_rotate.fn)
 splits_of = gluon.jit(_splits_of.fn)
 other_column = gluon.jit(_other_column.fn)
@@ -37,7 +59,7 @@ def _ask(
 ):  # fmt: skip
     """Begin to copy a tile's keys and values; in place of those outside [first, end) the nearest inside comes again."""
     COPY: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
-    c = gl.arange(0, WIDTH, gl.SliceLayout(0, COPY))[None, :]
+    c = gl.arange(0, _WIDTH, gl.SliceLayout(0, COPY))[None, :]
     key = gl.minimum(gl.maximum(start + gl.arange(0, _TILE, gl.SliceLayout(1, COPY)), first), end - 1)
     block, in_page = gl.load(table_ptr + key // PAGE).to(gl.int64), key % PAGE
     async_copy.async_copy_global_to_shared(ks, k_ptr + (block * stride_kn + in_page * stride_kp)[:, None] + c)
@@ -52,20 +74,21 @@ def _weights_of(c, other, q_weight_ptr, k_weight_ptr, is_key):
     return weight, other_weight
 
 
-@gluon.jit
-def _normalised(x, scale, weight):
-    """`rms_apply`."""
-    return ((x.to(gl.float32) * scale).to(x.dtype).to(gl.float32) * weight.to(gl.float32)).to(x.dtype)
-
-
-# As kernels/attention_decode.py has it, with `new`, without scales: a program owns one split of one kv head.
-#   Row GROUP of the tile of queries is the new key: it is normalised and turned with them, and stored by the program of
-#   the last split. No copy waits for it: its scores are those of its own row of the tile, and its value is put in its
-#   place where the sum reads it; what the cache holds there is not looked at.
+# The partial result of each split, as kernels/attention_decode.py has it without scales; a sequence of one is done then
+#   q_ptr [B, H, C], k_ptr, v_ptr [N, P, G, C], new_k_ptr, new_v_ptr [B, G, C], of one dtype, any strides but the last;
+#   q_weight_ptr, k_weight_ptr [C] or None; angles_ptr fp32 [P, 2 * HALF]; int64 [B]: positions_ptr, slots_ptr, where -1
+#   stores nothing; int32: tables_ptr [B, M], kv_lens_ptr [B]; out_ptr [B, H, C], acc_ptr fp32 [B, S, H, C] and sums_ptr
+#   fp32 [2, B, S, H], contiguous
+#   grid (G, S, B): a program owns one split of one kv head, with all its query heads as rows of one tile. Row GROUP of
+#   that tile is the new key: it is normalised and turned with them, and stored by the program of the last split. No
+#   copy waits for it: its scores are those of its own row of the tile, and its value is put in its place where the sum
+#   reads it; what the cache holds there is not looked at.
+#   fp32 accumulation. Rows behind it are zero, not written. Tiles stand at multiples of 64; keys outside [first, end)
+#   are not read (the nearest key inside stands in) and weigh 0. A program without keys ends.
 
 
 @gluon.jit(do_not_specialize=["stride_tb", "stride_sum"])
-def attention_rows_kernel(
+def _decode_rows_kernel(
     q_ptr,
     k_ptr,
     v_ptr,
@@ -120,9 +143,7 @@ def attention_rows_kernel(
     kv_len = gl.load(kv_lens_ptr + sequence)
     seen, origin, split_len, splits = splits_of(kv_len, SPLIT_LEN, FEW_SPLITS, WINDOW)
     if (split >= splits) & (split > 0):
-        if PDL:
-            gdc_wait()
-            gdc_launch_dependents()
+        wait_for_inputs(PDL)
         return
     first = gl.maximum(origin + split * split_len, seen)
     end = gl.minimum(origin + (split + 1) * split_len, kv_len)
@@ -130,9 +151,9 @@ def attention_rows_kernel(
     table_ptr = tables_ptr + sequence * stride_tb
     k_ptr += kv_head * stride_kg
     v_ptr += kv_head * stride_vg
-    queries = gl.allocate_shared_memory(dtype, [16, WIDTH], SWIZZLED)
-    ks = gl.allocate_shared_memory(dtype, [STAGES, _TILE, WIDTH], SWIZZLED)
-    vs = gl.allocate_shared_memory(dtype, [STAGES, _TILE, WIDTH], SWIZZLED)
+    queries = gl.allocate_shared_memory(dtype, [16, _WIDTH], SWIZZLED)
+    ks = gl.allocate_shared_memory(dtype, [STAGES, _TILE, _WIDTH], SWIZZLED)
+    vs = gl.allocate_shared_memory(dtype, [STAGES, _TILE, _WIDTH], SWIZZLED)
     for t in gl.static_range(STAGES):
         if begin + t * _TILE < end:
             _ask(
@@ -141,7 +162,7 @@ def attention_rows_kernel(
             )  # fmt: skip
         async_copy.commit_group()
     position, slot = gl.load(positions_ptr + sequence), gl.load(slots_ptr + sequence)
-    row, c = gl.arange(0, 16, gl.SliceLayout(1, ROWS)), gl.arange(0, WIDTH, gl.SliceLayout(0, ROWS))
+    row, c = gl.arange(0, 16, gl.SliceLayout(1, ROWS)), gl.arange(0, _WIDTH, gl.SliceLayout(0, ROWS))
     is_query, is_key = (row < GROUP)[:, None], (row == GROUP)[:, None]
     is_second, pair, other = other_column(c, HALF, INTERLEAVED)
     in_turn = (c < 2 * HALF)[None, :]
@@ -157,21 +178,19 @@ def attention_rows_kernel(
     q_row_ptr = q_ptr + sequence * stride_qb + (kv_head * GROUP + row)[:, None] * stride_qh
     k_row_ptr = new_k_ptr + sequence * stride_nkb + kv_head * stride_nkg + row[:, None] * 0
     v_row_ptr = new_v_ptr + sequence * stride_nvb + kv_head * stride_nvg
-    if PDL:  # lengths, tables and older keys are older than the launch before
-        gdc_wait()
-        gdc_launch_dependents()
+    wait_for_inputs(PDL)  # lengths, tables and older keys are older than the launch before
     x = gl.load(q_row_ptr + c[None, :], mask=is_query, other=0.0)
     y = gl.load(q_row_ptr + other[None, :], mask=is_query, other=0.0)
     k_x = gl.load(k_row_ptr + c[None, :], mask=is_key & stores, other=0.0)
     k_y = gl.load(k_row_ptr + other[None, :], mask=is_key & stores, other=0.0)
-    cv = gl.arange(0, WIDTH, gl.SliceLayout(0, RIGHT))
+    cv = gl.arange(0, _WIDTH, gl.SliceLayout(0, RIGHT))
     new_value = gl.load(v_row_ptr + cv, mask=stores & (cv >= 0), other=0.0)
     x, y = gl.where(is_key, k_x, x), gl.where(is_key, k_y, y)
     if q_weight_ptr is not None:
         wide = x.to(gl.float32)
-        mean = gl.sum(wide * wide, axis=1)[:, None] / WIDTH
+        mean = gl.sum(wide * wide, axis=1)[:, None] / _WIDTH
         scale = gl.div_rn(1.0, gl.sqrt_rn(mean + eps))
-        x, y = _normalised(x, scale, weight), _normalised(y, scale, other_weight)
+        x, y = rms_apply(x, scale, weight), rms_apply(y, scale, other_weight)
     second_here = is_second[None, :]
     turned, turned_second = rotate(gl.where(second_here, y, x), gl.where(second_here, x, y), cos, sin)
     x = gl.where(in_turn, gl.where(second_here, turned_second, turned), x)
@@ -183,7 +202,7 @@ def attention_rows_kernel(
     own_here = (gl.arange(0, 8, COLUMN) == GROUP % 8)[None, :]
     maximum = gl.full([16], float("-inf"), gl.float32, ROW)
     total = gl.zeros([16], gl.float32, ROW)
-    acc = gl.zeros([16, WIDTH], gl.float32, MMA)
+    acc = gl.zeros([16, _WIDTH], gl.float32, MMA)
     for start in range(begin, end, _TILE):
         stage = (start - begin) // _TILE % STAGES
         async_copy.wait_group(STAGES - 1)
@@ -218,14 +237,99 @@ def attention_rows_kernel(
     head = gl.arange(0, 16, ROW)
     real = head < GROUP
     head = kv_head * GROUP + head
-    column = gl.arange(0, WIDTH, COLUMN)
+    column = gl.arange(0, _WIDTH, COLUMN)
     inside = real[:, None] & (column >= 0)[None, :]
     if splits > 1:
         part = (sequence * gl.num_programs(1) + split) * num_heads + head
         gl.store(sums_ptr + part, maximum, mask=real)
         gl.store(sums_ptr + stride_sum + part, total, mask=real)
-        gl.store(acc_ptr + part[:, None] * WIDTH + column[None, :], acc, mask=inside)
+        gl.store(acc_ptr + part[:, None] * _WIDTH + column[None, :], acc, mask=inside)
     else:
         out = acc / gl.where(total == 0.0, 1.0, total)[:, None]
-        out_ptrs = out_ptr + (sequence * num_heads + head)[:, None] * WIDTH + column[None, :]
+        out_ptrs = out_ptr + (sequence * num_heads + head)[:, None] * _WIDTH + column[None, :]
         gl.store(out_ptrs, out.to(dtype), mask=inside)
+
+
+def stores_new(
+    q_BHC: Tensor, k_cache_NPGC: Tensor, v_cache_NPGC: Tensor, scales: KVScales | Int4Scales | None, new: NewRows
+) -> bool:
+    """Whether `attention_decode` takes `new`: of few programs, in a cache of the model's dtype, 16 bits; heads of 128,
+    a row to spare in the tile of a kv head's queries, and copies of 16 bytes. Else `qk_rope_store` comes first."""
+    (num_sequences, num_heads, width), num_kv_heads = q_BHC.shape, k_cache_NPGC.shape[2]
+    rows, caches = (q_BHC, new.k_BGC, new.v_BGC), (k_cache_NPGC, v_cache_NPGC)
+    return (
+        scales is None
+        and device_generation(q_BHC) == 9
+        and q_BHC.dtype in (torch.bfloat16, torch.float16)
+        and k_cache_NPGC.dtype == v_cache_NPGC.dtype == q_BHC.dtype
+        and 0 < num_sequences * num_kv_heads <= FEW_PROGRAMS
+        and width == _WIDTH.value
+        and num_heads // num_kv_heads < 16
+        and all(stride % 16 == 0 for x in rows for stride in x.stride()[:2])
+        and all(stride % 16 == 0 for x in caches for stride in x.stride()[:3])
+        and all(x.data_ptr() % 16 == 0 for x in (*rows, *caches))
+    )
+
+
+def attention_decode_rows(
+    q_BHC: Tensor,
+    k_cache_NPGC: Tensor,
+    v_cache_NPGC: Tensor,
+    block_tables_BM: Tensor,
+    kv_lens_B: Tensor,
+    new: NewRows,
+    rule: SplitRule,
+    *,
+    scale: float,
+    window: int,
+    max_kv_len: int,
+) -> Tensor:
+    """out_BHC as two launches, or as one where no sequence has more than one split; keys and values of `new` are in the
+    cache then. Operands are checked by the caller, and not empty."""
+    assert stores_new(q_BHC, k_cache_NPGC, v_cache_NPGC, None, new), "not for these rows: store them first"
+    num_sequences, num_heads, width = q_BHC.shape
+    num_kv_heads = k_cache_NPGC.shape[2]
+    number = most_parts(max_kv_len, window, rule, whole=False)
+    out_BHC = q_BHC.new_empty(num_sequences, num_heads, width)
+    parts = Parts.of(num_sequences, number, num_heads, width, q_BHC.device)
+    k_BGC, v_BGC, norms, rope, slots_B = new
+    q_C, k_C, eps = norms or (None, None, 0.0)
+    _decode_rows_kernel[(num_kv_heads, number, num_sequences)](
+        q_BHC,
+        k_cache_NPGC,
+        v_cache_NPGC,
+        block_tables_BM,
+        kv_lens_B,
+        out_BHC,
+        *parts,
+        k_BGC,
+        v_BGC,
+        q_C,
+        k_C,
+        rope.cos_sin_PR,
+        rope.positions_T,
+        slots_B,
+        eps,
+        scale * log2(e),
+        num_heads,
+        *q_BHC.stride()[:2],
+        *k_BGC.stride()[:2],
+        *v_BGC.stride()[:2],
+        *k_cache_NPGC.stride()[:3],
+        *v_cache_NPGC.stride()[:3],
+        block_tables_BM.stride(0),
+        parts.sums_2BPH.stride(0),
+        GROUP=num_heads // num_kv_heads,
+        PAGE=k_cache_NPGC.shape[1],
+        WINDOW=window,
+        SPLIT_LEN=rule.length,
+        FEW_SPLITS=rule.few,
+        HALF=rope.cos_sin_PR.shape[1] // 2,
+        INTERLEAVED=rope.interleaved,
+        STAGES=_STAGES,
+        num_warps=4,
+        **dependent_launch(q_BHC),
+    )
+    if number > 1:
+        merge_runs(parts, kv_lens_B, out_BHC, rule, window=window, whole=False)
+    return out_BHC

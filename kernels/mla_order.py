@@ -1,8 +1,13 @@
-"""The list of MLA decode's pieces, longest first, made on the device once a step. Would be kernels/mla_order.py.
+"""The list of MLA decode's pieces with many heads, longest first, made on the device once a step.
 
 Knows lengths; knows neither keys nor heads. A sequence is cut as split_kv.py says, by its own length alone, so the list
 changes who computes what, and no bit. It lies where the step's graph has put it, is as long as the bound on the lengths
 allows, and says itself how much of it is used: the host knows no length of a replayed step.
+
+One H200, 128 heads, us with the merge, by the list / dealt out in turns (piece i, i + 132, ...): 64 of 512 to 7500 keys
+108.3 / 198.6, 200 of 100 to 2000 117.9 / 147.2; 123 heads, pages of 16, 132 of 0 to 9000 152.4 / 556.6; of one length 1
+x 4096 34.9 / 34.9, 8 x 4096 38.3 / 38.9, 64 x 4096 165.0 / 170.5, 128 x 4096 327 / 337, 256 x 1024 197.2 / 206.9. The
+list's places in turns, every other one backwards, gave 116.5 where the counter gives 117.9.
 """
 
 # Launch options such as num_warps are no parameters of a kernel.
