@@ -209,11 +209,11 @@ def sample_argmax_triton(
     """The kernels' launcher, which returns what it writes; also what the interpreter's tests call on CPU tensors."""
     _check_operands(logits_BV, temperature_B, seed_B, position_B)
     batch, vocab_size = logits_BV.shape
-    where: list[Tensor | None] = [None] * 3
+    where: tuple[Tensor | None, ...] = (None, None, None)
     if drawn is None:
         ids_B = torch.empty(batch, dtype=torch.int64, device=logits_BV.device)
     else:
-        ids_B, *where = drawn
+        ids_B, where = drawn.ids, drawn[1:]
         for name, x, size in zip(Drawn._fields, drawn, (None, batch, None, batch), strict=True):
             assert_shape(f"drawn.{name}", x, (size,))
             assert_dtype(f"drawn.{name}", x, torch.int64)
