@@ -22,7 +22,6 @@ from kernels.attention_prefill import attention_prefill, piece_queries
 from kernels.gather import LatentScaling, gather_paged
 from kernels.latent_rope_store import latent_rope_store
 from kernels.linear import head_linear
-from kernels.mla_decode import mla_decode
 from kernels.mla_decode_hopper import list_rule
 from kernels.mla_order import PieceList
 from kernels.mla_values import mla_decode_values
@@ -139,13 +138,9 @@ class MLAttention:
     def _decode(
         self, q_latent_BHL: Tensor, q_pe_BHR: Tensor, cache: LayerCache, decode: DecodeBatch, pieces: PieceList | None
     ) -> Tensor:
-        """With a list, decode and the product each by itself: `mla_decode_values` reads none, and of 128 heads, 16 MB
-        of weights, it would do the same."""
         operands = (q_latent_BHL, q_pe_BHR, cache.values, decode.block_tables_BM, decode.kv_lens_B)
         bounds: dict[str, Any] = {"scale": self.scale, "max_kv_len": decode.max_kv_len}
-        if pieces is not None:
-            return head_linear(mla_decode(*operands, **bounds, pieces=pieces), self.w_uv_HVL)
-        return mla_decode_values(*operands, self.w_uv_HVL, **bounds, scales_NP2=cache.scales)
+        return mla_decode_values(*operands, self.w_uv_HVL, **bounds, scales_NP2=cache.scales, pieces=pieces)
 
     def _prefill(self, first_BHV: Tensor, q_THC: Tensor, cache: LayerCache, rounds: tuple[MLARound, ...]) -> Tensor:
         """`first_BHV`, the step's decoding rows, and the result behind them.

@@ -8,7 +8,7 @@ import torch
 from kernels.linear import head_linear, head_linear_reference
 from kernels.mla_decode import mla_decode
 from kernels.mla_merge import Splits, merge_parts
-from kernels.mla_values import _values_kernel, mla_decode_values, values_of_splits
+from kernels.mla_values import _value_rows_kernel, _values_kernel, mla_decode_values, values_of_splits
 from kernels.split_kv import SplitRule
 from tests.aot import aot, compile_ahead
 from tests.compare import assert_same_bits, max_rel
@@ -24,7 +24,8 @@ def drawn_splits(lens, whole, heads, latent, dtype, device):
     lse_BSH = draw(len(lens), most, heads, device=device, seed=1) * 5
     out_BHL = draw(len(lens), heads, latent, dtype=dtype, device=device, seed=2)
     for b, n in enumerate(lens):
-        count = 0 if whole[b] else -(-n // 128)
+        length = next(times * 128 for times in (1, 2, 4) if times == 4 or n <= times * 8 * 128)
+        count = 0 if whole[b] else -(-n // length)
         parts_BSHL[b, count:], lse_BSH[b, count:] = torch.nan, torch.nan
         if count > 1:
             out_BHL[b] = torch.nan
@@ -38,6 +39,7 @@ def drawn_splits(lens, whole, heads, latent, dtype, device):
         pytest.param([0, 1000, 128, 600, 129], id="few"),
         pytest.param([1 + 97 * b % 1000 for b in range(17)] + [0, 129], id="two-tiles"),
         pytest.param([40, 128, 7], id="nothing-to-merge"),
+        pytest.param([5000, 1025, 3000, 4097], id="more-splits-than-come-at-once"),
     ],
 )
 @pytest.mark.parametrize("some_whole", [False, True])
@@ -87,14 +89,11 @@ def test_on_a_cpu_it_is_decode_and_then_the_product():
 def test_compiles_where_it_serves(rows):
     pointers = {"parts_ptr": "*fp16", "lse_ptr": "*fp32", "kv_lens_ptr": "*i32", "whole_ptr": "*i32"}
     pointers |= dict.fromkeys(("out_ptr", "w_ptr", "y_ptr"), "*bf16")
-    names = ("num_splits", "num_sequences", "num_heads", "num_columns", "stride_wh", "stride_wn")
-    sizes = {
-        "LATENT": 512,
-        "BLOCK_M": rows,
-        "BLOCK_N": 32 if rows == 1 else 128,
-        "CHUNK": 4,
-        "SPLIT_LEN": 128,
-        "FEW_SPLITS": 8,
-    }
-    args = pointers | dict.fromkeys(names, "i32") | sizes | {"PDL": True}
-    assert compile_ahead(_values_kernel, 90, args, num_warps=4 if rows == 1 else 8)
+    args = pointers | dict.fromkeys(("num_splits", "num_columns", "stride_wh", "stride_wn"), "i32")
+    args |= {"LATENT": 512, "SPLIT_LEN": 128, "FEW_SPLITS": 8, "PDL": True}
+    if rows == 1:
+        args |= {"HEADS": 16, "BLOCK_N": 32, "CHUNK": 8}
+        assert compile_ahead(_value_rows_kernel, 90, args, num_warps=4)
+    else:
+        args |= {"num_sequences": "i32", "num_heads": "i32", "BLOCK_M": rows, "BLOCK_N": 128, "CHUNK": 4}
+        assert compile_ahead(_values_kernel, 90, args, num_warps=8)

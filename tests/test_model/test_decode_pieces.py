@@ -18,7 +18,7 @@ from kernels import mla_decode_hopper
 from kernels.linear import head_linear
 from kernels.mla_decode import mla_decode
 from kernels.mla_decode_hopper import list_rule
-from kernels.mla_order import list_pieces
+from kernels.mla_order import PieceList, list_pieces
 from kernels.mla_values import mla_decode_values
 from kv_cache.layout import Quantization
 from moe.model import mla
@@ -52,30 +52,24 @@ def test_a_list_is_made_where_it_is_read(
     and all layers of a step are given one list, that of the step's lengths."""
     given: list[Any] = []
 
-    def recorded(*operands: Tensor, pieces: Any, **rest: Any) -> Tensor:
-        rule = list_rule(*operands[:3])
-        assert rule is not None
-        lengths, most = operands[4], rest["max_kv_len"]
-        expected = list_pieces(lengths, rule, max_kv_len=most)
-        assert pieces.counts.tolist() == expected.counts.tolist()
-        number = int(expected.counts[0])
-        assert pieces.pieces_I4[:number].tolist() == expected.pieces_I4[:number].tolist()
+    def recorded(*operands: Tensor, scales_NP2: Tensor | None, pieces: PieceList | None, **rest: Any) -> Tensor:
+        rule = list_rule(*operands[:3]) if scales_NP2 is None else None
+        assert (rule is None) == (pieces is None)
+        if rule is not None and pieces is not None:
+            expected = list_pieces(operands[4], rule, max_kv_len=rest["max_kv_len"])
+            assert pieces.counts.tolist() == expected.counts.tolist()
+            number = int(expected.counts[0])
+            assert pieces.pieces_I4[:number].tolist() == expected.pieces_I4[:number].tolist()
         given.append(pieces)
-        return mla_decode(*operands, pieces=pieces, **rest)
-
-    def unlisted(*operands: Tensor, scales_NP2: Tensor | None, **rest: Any) -> Tensor:
-        assert scales_NP2 is not None or list_rule(*operands[:3]) is None
-        given.append(None)
         if device == "cuda":
-            return mla_decode_values(*operands, scales_NP2=scales_NP2, **rest)
-        return head_linear(mla_decode(*operands[:5], scales_NP2=scales_NP2, **rest), operands[5])
+            return mla_decode_values(*operands, scales_NP2=scales_NP2, pieces=pieces, **rest)
+        return head_linear(mla_decode(*operands[:5], scales_NP2=scales_NP2, pieces=pieces, **rest), operands[5])
 
     if device == "cpu":
         monkeypatch.setattr(mla_decode_hopper, "device_generation", lambda x: 9)
     elif torch.cuda.get_device_capability()[0] != 9:
         reads = False
-    monkeypatch.setattr(mla, "mla_decode", recorded)
-    monkeypatch.setattr(mla, "mla_decode_values", unlisted)
+    monkeypatch.setattr(mla, "mla_decode_values", recorded)
     write_tiny(tmp_path, family, dtype="bfloat16", num_hidden_layers=2, **options)
     of = torch.device(device)
     model = load_model(tmp_path, dtype=torch.bfloat16, device=of, max_model_len=128, mla_workspace_tokens=128)
