@@ -19,6 +19,12 @@ from kernels.experts_few import (
     serves_undecided,
     takes_along,
 )
+from kernels.experts_few_fp8 import (
+    experts_few_fp8,
+    experts_few_fp8_undecided,
+    serves_few_tokens_fp8,
+    serves_undecided_fp8,
+)
 from kernels.grouped_gemm import grouped_gemm, grouped_gemm_swiglu
 from kernels.grouped_gemm_fp8 import grouped_gemm_fp8, grouped_gemm_swiglu_quantized
 from kernels.quantize import FP8, Quantized, QuantizedBlocks, quantize_rows
@@ -80,9 +86,26 @@ class Fp8Experts:
         self.w13 = w13
         self.w2 = w2
 
+    def may_choose(self, x_TD: Tensor, num_experts: int, rule: RoutingRule) -> bool:
+        """As `Experts`."""
+        return serves_undecided_fp8(x_TD, self.w13, self.w2, num_experts, rule)
+
+    def _few(self, inputs: ExpertInput) -> Tensor | None:
+        x_TD = inputs.rows_XD
+        if inputs.undecided is not None:
+            return experts_few_fp8_undecided(x_TD, self.w13, self.w2, inputs.undecided)
+        if inputs.counters is None or inputs.row_index_R is None or inputs.scales_GX is not None:
+            return None
+        few = (x_TD, self.w13, self.w2, inputs.offsets_S1)
+        serves = inputs.out_dtype in (None, x_TD.dtype) and serves_few_tokens_fp8(*few, inputs.num_rows)
+        return experts_few_fp8(*few, inputs.row_index_R, inputs.num_rows, inputs.counters) if serves else None
+
     def __call__(self, inputs: ExpertInput) -> Tensor:
         """As `Experts`: rows of the model dtype out, and in unless they travelled in fp8; the first product's result is
         rounded to it in between."""
+        few_RD = self._few(inputs)
+        if few_RD is not None:
+            return few_RD
         offsets_S1, num_rows, dtype = inputs.offsets_S1, inputs.num_rows, inputs.out_dtype or inputs.rows_XD.dtype
         rows_XD, scales_GX = inputs.rows_XD, inputs.scales_GX
         h = grouped_gemm_swiglu_quantized(

@@ -18,7 +18,7 @@ from expert_parallel.rounds import rounds
 from kernels.rmsnorm import Norm, rmsnorm_residual
 from kernels.routing import Routing
 from moe.model.config import MoEConfig
-from moe.model.experts import DenseMLP, Experts, make_experts
+from moe.model.experts import DenseMLP, Experts, Fp8Experts, make_experts
 from moe.model.linear import Parameters
 from moe.model.offloaded_experts import Offload
 from moe.model.step_plan import StepPlan
@@ -44,7 +44,7 @@ class MoELayer:
         self.dispatchers = dispatchers
         self.experts = make_experts(parameters, f"{name}.experts") if offload is None else offload.experts[index]
         self.top_k = moe.rule.top_k
-        self._may_choose = self.experts.may_choose if isinstance(self.experts, Experts) else None
+        self._may_choose = self.experts.may_choose if isinstance(self.experts, Experts | Fp8Experts) else None
         self.shared: DenseMLP | None = None
         if moe.shared_dim:
             down = parameters.linear(f"{name}.shared.down")

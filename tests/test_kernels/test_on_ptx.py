@@ -12,10 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.drafts import experts_few_fp8, linear_rows
+from benchmarks.drafts import linear_rows
 from kernels.attention_prefill import attention_prefill
 from kernels.combine import combine_norm_triton
 from kernels.experts_few import SharedExperts, experts_few, experts_few_undecided, serves_undecided, takes_along
+from kernels.experts_few_fp8 import experts_few_fp8
 from kernels.gate_few import Undecided, gate_and_pack_triton, leave_open
 from kernels.grouped_gemm import grouped_gemm_triton
 from kernels.grouped_gemm_fp8 import (
@@ -364,14 +365,15 @@ def test_draft_of_few_rows(hopper):
     assert_same_bits(y_MN, (in_steps(x_MK, w_NK) + bias_N.float()).bfloat16())
 
 
-def test_draft_of_few_tokens_in_fp8(hopper):
+def test_experts_of_few_tokens_in_fp8(hopper):
     num_slots, width, hidden, num_tokens = 4, 272, 144, 3
     w13, w2 = draw_blocks(num_slots, 2, hidden, width, "cpu"), draw_blocks(num_slots, 1, width, hidden, "cpu", seed=2)
     ids_TK, x_TD = torch.tensor([[3, 0], [-1, -1], [0, 1]], dtype=torch.int32), rows_of(num_tokens, width)
     with hopper.posing(), filled_memory():
         packed = pack(ids_TK, torch.arange(num_slots, dtype=torch.int32), num_slots)
+        assert packed.counters is not None
         given = (packed.offsets_S1, packed.row_token_R, 6, packed.counters)
-        y_RD = experts_few_fp8.experts_few_fp8(x_TD, w13, w2, *given)
+        y_RD = experts_few_fp8(x_TD, w13, w2, *given)
     offsets_S1, index_R = packed.offsets_S1, packed.row_token_R
     index_R[4:] = 0
     options = {"num_rows": 6, "out_dtype": torch.bfloat16}

@@ -6,11 +6,12 @@ the two launches leave them there, rounded and not yet quantised: so a piece of 
 128 columns that share a scale. Who needs a slot's rows of h quantises them for itself, some hundred instructions.
 
 A step of 128 columns is summed from zero and added by its scales, as grouped_gemm_fp8.py says: the bits are the same.
+No launcher.
 """
 
 # pyright: reportCallIssue=false, reportArgumentType=false, reportAssignmentType=false
 # pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
-# pyright: reportOptionalOperand=false
+# pyright: reportOptionalOperand=false, reportOperatorIssue=false
 
 from __future__ import annotations
 
@@ -24,9 +25,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from benchmarks.drafts._experts_few_fp8_feed import BOX, GROUPS, SCALES
 from kernels.experts_few_choose import choose
 from kernels.experts_few_feed import COLUMNS, STAGE_BYTES
+from kernels.experts_few_fp8_feed import BOX, GROUPS, SCALES, STEPS
 from kernels.experts_few_multiply import _APART, _DONE, _barrier, _pick, _rows_of_slot, _rows_of_tokens
 
 BATCH = gl.constexpr(8)
@@ -99,8 +100,8 @@ def _quantise_x(rows, x, width, PART: gl.constexpr, PARTS: gl.constexpr, ROWS: g
 
 
 @gluon.jit
-def _quantise_h(rows, note, place, h, first, num_hidden, PART: gl.constexpr, ROWS: gl.constexpr):
-    """Rows of a slot, from group `first` on, as many columns as there is room for."""
+def _quantise_h(rows, note, place, h, num_hidden, ROWS: gl.constexpr):
+    """Rows of a slot."""
     _, token_ptr, h_ptr, _, _, _ = rows
     qs, scales, own = h
     column = _row_number(ROWS)
@@ -112,8 +113,7 @@ def _quantise_h(rows, note, place, h, first, num_hidden, PART: gl.constexpr, ROW
         row = column * 0 - 1
         for t in gl.static_range(2 if ROWS == 2 else 4):
             row = gl.where(column == t, gl.max(gl.where(lane == 8 + t, values, 0), axis=0) - 1, row)
-    last = gl.minimum(first + PART, (num_hidden + 127) // 128)
-    _quantise(h_ptr, num_hidden // 8, row, first, last, num_hidden, qs, scales, own, ROWS)
+    _quantise(h_ptr, num_hidden // 8, row, 0, (num_hidden + 127) // 128, num_hidden, qs, scales, own, ROWS)
 
 
 @gluon.jit
@@ -190,13 +190,9 @@ def _first(step, note, place, rows, x, swap, ring, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def _second(
-    step, note, place, rows, h, is_there, ring,
-    PART: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
-    """ROWS columns of y for the rows of a slot, of which h comes in parts, or is there."""
+def _second(step, note, place, rows, h, is_there, ring, STAGES: gl.constexpr):
+    """64 columns of y for the rows of a slot, whose h is there from the piece before, or is quantised."""
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 32])
-    K: gl.constexpr = STAGE_BYTES // (ROWS * 128)
     _, token_ptr, _, y_ptr, num_tokens, _ = rows
     _, _, _, num_hidden, width = place
     qs, scales, own = h
@@ -204,28 +200,24 @@ def _second(
     few = place[2] - place[1]
     if token_ptr is None:
         few = num_tokens
+    if is_there == 0:
+        # All have multiplied what lies there.
+        _barrier()
+        if few <= 2:
+            _quantise_h(rows, note, place, h, num_hidden, 2)
+        else:
+            _quantise_h(rows, note, place, h, num_hidden, 8)
+        fence_async_shared()
+        _barrier()
     acc = gl.zeros([64, 8], gl.float32, SUMS)
-    for part in range(0, num_hidden, PART * 128):
-        if (part > 0) | (is_there == 0):
-            # All have multiplied what lies there.
-            _barrier()
-            if few <= 2:
-                _quantise_h(rows, note, place, h, part // 128, num_hidden, PART, 2)
-            else:
-                _quantise_h(rows, note, place, h, part // 128, num_hidden, PART, 8)
-            fence_async_shared()
-            _barrier()
-        columns = gl.minimum(num_hidden - part, PART * 128)
-        acc, step = _sweep(acc, step, columns, qs, scales, own, ring, 1, K, STAGES)
-    i = gl.arange(0, 64, gl.SliceLayout(1, SUMS))[:, None]
-    n = place[0] + i
-    gl.store(y_ptr + row * width + n, acc.to(y_ptr.dtype.element_ty), mask=(row >= 0) & (i < ROWS) & (n < width))
+    acc, step = _sweep(acc, step, num_hidden, qs, scales, own, ring, 1, STEPS, STAGES)
+    n = place[0] + gl.arange(0, 64, gl.SliceLayout(1, SUMS))[:, None]
+    gl.store(y_ptr + row * width + n, acc.to(y_ptr.dtype.element_ty), mask=(row >= 0) & (n < width))
 
 
 @gluon.jit
 def multiply(
-    given, STAGES: gl.constexpr, PLACES: gl.constexpr, ROWS: gl.constexpr, CHOICE: gl.constexpr, PDL: gl.constexpr,
-    GROUP: gl.constexpr,
+    given, STAGES: gl.constexpr, PLACES: gl.constexpr, CHOICE: gl.constexpr, PDL: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
     """Multiplies the noted pieces in their order, all groups in turn."""
     LANES: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
@@ -233,8 +225,7 @@ def multiply(
     _, num_hidden, width = sizes
     num_tokens = rows[4]
     x, hs, swaps = kept
-    PART: gl.constexpr = hs[0].shape[0] // GROUPS
-    h, swap = (hs[0], hs[1], GROUP * PART), swaps.index(GROUP)
+    h, swap = (hs[0], hs[1], GROUP * (hs[0].shape[0] // GROUPS)), swaps.index(GROUP)
     notes, noted = board
     if CHOICE is not None and GROUP == 0:
         choose(undecided, handed, sizes[0], CHOICE, PDL)
@@ -272,8 +263,8 @@ def multiply(
                 while gl.atomic_add(done_ptr, 0, sem="acquire") < (num_hidden + COLUMNS - 1) // COLUMNS:
                     pass
             is_there = (number == held).to(gl.int32)
-            _second(step, note, place, rows, h, is_there, ring, PART, ROWS, STAGES)
-            held = gl.where(num_hidden <= PART * 128, number, -1)
+            _second(step, note, place, rows, h, is_there, ring, STAGES)
+            held = number
         turn += GROUPS
         mbarrier.wait(noted.index(turn % PLACES), turn // PLACES & 1)
         note = notes.index(turn % PLACES)

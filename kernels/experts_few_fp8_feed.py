@@ -1,8 +1,10 @@
 """What asks for weights in the launch of experts_few_fp8.py: experts_few_feed.py, whose pieces and board these are,
 with weights in fp8 and their scales.
 
-A stage has 32 rows by 512 columns, or 64 by 256. The scales of its blocks come with it, a few copies of four bytes: so
-who multiplies never waits for a scale, which no cache has. A stage is there when its bytes are, and all lanes' copies.
+A stage has 32 rows by 512 columns of a first product, or 64 by 256 of a second. The scales of its blocks come with it,
+a few copies of four bytes: so who multiplies never waits for a scale, which no cache has. A stage is there when its
+bytes are, and all lanes' copies.
+No launcher.
 """
 
 # pyright: reportCallIssue=false, reportArgumentType=false, reportAssignmentType=false
@@ -39,6 +41,9 @@ BOX = gl.constexpr(2048)
 
 SCALES = gl.constexpr(8)
 """Of a stage at most."""
+
+ROWS, STEPS = gl.constexpr(64), gl.constexpr(2)
+"""Of a piece of the second product: rows of w2, and steps of 128 columns of them in a stage."""
 
 LANES_THERE = gl.constexpr(33)
 """Who arrives where a stage fills: the copy engine's bytes are announced by one, and each lane says when its scales
@@ -88,24 +93,23 @@ def _ask_first(weights, ring, step, slot, column, begin, end, sizes, STAGES: gl.
 
 
 @gluon.jit
-def _ask_second(weights, ring, step, slot, column, sizes, ROWS: gl.constexpr, STAGES: gl.constexpr):
-    """ROWS rows, in stages of 256 columns of 64 rows, or 512 of 32."""
-    K: gl.constexpr = STAGE_BYTES // (ROWS * 128)
+def _ask_second(weights, ring, step, slot, column, sizes, STAGES: gl.constexpr):
+    """ROWS rows, in stages of 256 columns."""
     BOXED: gl.constexpr = gl.NVMMASharedLayout(128, 8, 2)
     w_desc, scale_ptr = weights
     _, num_hidden, width = sizes
     ws, ss, full, empty = ring
     row, block = slot * width + column, slot * ((width + 127) // 128) + column // 128
     num_groups = (num_hidden + 127) // 128
-    for first in range(0, num_hidden, K * 128):
+    for first in range(0, num_hidden, STEPS * 128):
         stage = step % STAGES
         ready = full.index(stage)
         _wait_for_turn(step, full, empty, STAGES)
         mbarrier.expect(ready, STAGE_BYTES)
-        for c in gl.static_range(K):
+        for c in gl.static_range(STEPS):
             box = ws.index(stage * (STAGE_BYTES // BOX) + c * (ROWS // 16))._reinterpret(ws.dtype, [ROWS, 128], BOXED)
             tma.async_copy_global_to_shared(w_desc, [row, first + c * 128], ready, box)
-        _ask_scales(ss, ready, stage, scale_ptr, block, 0, first // 128, num_groups, 1, K)
+        _ask_scales(ss, ready, stage, scale_ptr, block, 0, first // 128, num_groups, 1, STEPS)
         step += 1
     return step
 
@@ -160,8 +164,7 @@ def _chosen_slots(
 @gluon.jit
 def feed(
     weights, offsets_ptr, given,
-    STAGES: gl.constexpr, PLACES: gl.constexpr, BLOCK_S: gl.constexpr, ROWS: gl.constexpr, CHOICE: gl.constexpr,
-    PDL: gl.constexpr,
+    STAGES: gl.constexpr, PLACES: gl.constexpr, BLOCK_S: gl.constexpr, CHOICE: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """Takes pieces until there are no more, notes each for those who multiply, and asks for its weights."""
     LANES: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
@@ -200,7 +203,7 @@ def feed(
             note += _rows_of_tokens(handed[2], mine, lane, undecided[2], CHOICE)
         _note(board, turn, note, PLACES)
         if second != 0:
-            step = _ask_second(weights[1], ring, step, slot, column, sizes, ROWS, STAGES)
+            step = _ask_second(weights[1], ring, step, slot, column, sizes, STAGES)
         else:
             # Some of the first piece may have been asked for.
             step += (asked + 511) // 512
