@@ -27,7 +27,8 @@ from kernels.checks import (
     uses_triton,
 )
 from kernels.dependent_launch import dependent_launch, wait_for_inputs
-from kernels.linear_few import few_rows_kernel, few_rows_sizes, serves_few_rows
+from kernels.linear_few import few_rows_kernel, few_rows_sizes, is_deep, serves_few_rows
+from kernels.linear_few_deep import few_rows_deep_kernel
 from kernels.row_tiles import multiply, tile_of_program
 from kernels.tiles import TileConfig, device_generation, linear_tile, num_multiprocessors
 
@@ -205,9 +206,11 @@ def _launch(x_MHK: Tensor, w_HNK: Tensor, bias_N: Tensor | None, y_MHN: Tensor, 
 
 def _launch_few_rows(x_MK: Tensor, w_NK: Tensor, bias_N: Tensor | None, y_MN: Tensor) -> None:
     sizes = few_rows_sizes(w_NK)
-    box = [sizes["ROWS"], 64]
+    deep = is_deep(w_NK)
+    box = [sizes["ROWS"], 256 if deep else 64]
     layout = gl.NVMMASharedLayout(128, 16, 2)  # as the tensor core reads it
-    few_rows_kernel[(cdiv(w_NK.shape[0], sizes["ROWS"]),)](
+    options = {} if deep else {"maxnreg": 96}  # room for programs of the launches before and after beside this one's
+    (few_rows_deep_kernel if deep else few_rows_kernel)[(cdiv(w_NK.shape[0], sizes["ROWS"]),)](
         x_MK,
         TensorDescriptor(w_NK, list(w_NK.shape), list(w_NK.stride()), box, layout),
         bias_N,
@@ -218,7 +221,7 @@ def _launch_few_rows(x_MK: Tensor, w_NK: Tensor, bias_N: Tensor | None, y_MN: Te
         y_MN.stride(0),
         **sizes,
         num_warps=4,
-        maxnreg=96,  # room for programs of the launches before and after beside this one's
+        **options,
         **dependent_launch(x_MK),
     )
 

@@ -7,7 +7,8 @@ has one program, and what lies behind its own in shared memory stands in for the
 are not written.
 
 Weights are nothing of this step: they are on their way, by the copy engine, while the launch before this one still
-runs. The sum over K ascends, unsplit, in one fp32 accumulator, as in every other kernel here: the bits are the same.
+runs. A program's ring holds all of them; where it does not, linear_few_deep.py has less behind the wait. The sum over K
+ascends, unsplit, in one fp32 accumulator, as in every other kernel here: the bits are the same.
 """
 
 # Launch options such as num_warps are no parameters of a kernel.
@@ -56,19 +57,18 @@ _CHUNKS = gl.constexpr(4)
 
 
 # y[m, n] = sum over k, ascending and unsplit, of x[m, k] * w[n, k], + bias[n]
-#   x_ptr [M, K], M at most 8, rows strided by groups of 8 values; w_desc [N, K] in blocks of [ROWS, 64]; bias_ptr [N]
-#   or None; y_ptr [M, N], rows strided. grid (cdiv(N, ROWS),): a program owns ROWS columns of y.
+#   x_ptr [M, K], M at most 8, K at most STAGES * 256, rows strided by groups of 8 values; w_desc [N, K] in blocks of
+#   [ROWS, 64]; bias_ptr [N] or None; y_ptr [M, N], rows strided
+#   grid (cdiv(N, ROWS),): a program owns ROWS columns of y
 #   fp32 accumulation. Rows from M on and columns from N on are read as zero and not written; K is filled up with zeros
 
 
 @gluon.jit
-def _feed(w_desc, ws, full, empty, width, ROWS: gl.constexpr, STAGES: gl.constexpr):
-    """Weights of this program, in stages of 256 columns."""
+def _feed(w_desc, ws, full, width, ROWS: gl.constexpr):
+    """Weights of this program, in stages of 256 columns, each of which is filled once."""
     n = gl.program_id(0) * ROWS
     for first in range(0, width, _CHUNKS * 64):
-        step = first // (_CHUNKS * 64)
-        stage = step % STAGES
-        mbarrier.wait(empty.index(stage), (step // STAGES & 1) ^ 1)
+        stage = first // (_CHUNKS * 64)
         mbarrier.expect(full.index(stage), ROWS * _CHUNKS * 64 * 2)
         for c in gl.static_range(_CHUNKS):
             chunk = ws.index(stage * _CHUNKS + c)
@@ -89,9 +89,7 @@ def _sum(
     x_chunks,
     ws,
     full,
-    empty,
     ROWS: gl.constexpr,
-    STAGES: gl.constexpr,
     PDL: gl.constexpr,
 ):
     COPY: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [1, 4], [1, 0])
@@ -108,16 +106,14 @@ def _sum(
     fence_async_shared()
     acc = gl.zeros([64, 8], gl.float32, SUMS)
     for first in range(0, width, _CHUNKS * 64):
-        step = first // (_CHUNKS * 64)
-        stage = step % STAGES
-        mbarrier.wait(full.index(stage), step // STAGES & 1)
+        stage = first // (_CHUNKS * 64)
+        mbarrier.wait(full.index(stage), 0)
         for c in gl.static_range(_CHUNKS):
             w = ws.index(stage * _CHUNKS + c)._reinterpret(ws.dtype, [64, 64], SWIZZLED)
-            x = x_chunks.index(step * _CHUNKS + c).permute((1, 0))
+            x = x_chunks.index(stage * _CHUNKS + c).permute((1, 0))
             acc = warpgroup_mma(w, x, acc, is_async=True)
-        # This stage's products are under way; the stage of those before them is free.
+        # This stage's products are under way, those before them done.
         acc = warpgroup_mma_wait(_CHUNKS, deps=[acc])
-        mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1, pred=first > 0)
     acc = warpgroup_mma_wait(0, deps=[acc])
     row = gl.arange(0, 64, gl.SliceLayout(1, SUMS))[:, None]
     n = gl.program_id(0) * ROWS + row
@@ -151,16 +147,16 @@ def few_rows_kernel(
     ws = gl.allocate_shared_memory(dtype, [STAGES * _CHUNKS + 64 // ROWS - 1, ROWS, 64], SWIZZLED)
     xs = gl.allocate_shared_memory(dtype, [8, BLOCK_K], SWIZZLED)
     x_chunks = xs._reinterpret(dtype, [BLOCK_K // 64, 8, 64], SWIZZLED)
-    full, empty = barriers(STAGES, (1, 1))
+    (full,) = barriers(STAGES, (1,))
     fence_async_shared()
     # fmt: off
     gl.warp_specialize(
         [
             (_sum, (
                 x_ptr, bias_ptr, y_ptr, num_rows, num_columns, width, stride_x8, stride_y, xs, x_chunks, ws, full,
-                empty, ROWS, STAGES, PDL,
+                ROWS, PDL,
             )),
-            (_feed, (w_desc, ws, full, empty, width, ROWS, STAGES)),
+            (_feed, (w_desc, ws, full, width, ROWS)),
         ],
         [1],
         [24],
@@ -187,6 +183,12 @@ def few_rows_sizes(w_NK: Tensor) -> dict[str, int]:
     rows = rows_of_weights(w_NK.shape[0], num_multiprocessors(w_NK.device))
     block_k = max(_CHUNKS.value * 64, next_power_of_2(w_NK.shape[1]))
     return {"ROWS": rows, "STAGES": _STAGES[rows], "BLOCK_K": block_k}
+
+
+def is_deep(w_NK: Tensor) -> bool:
+    """Whether a program's ring does not hold all its weights at once: then linear_few_deep.py has less behind the
+    wait."""
+    return w_NK.shape[1] > few_rows_sizes(w_NK)["STAGES"] * _CHUNKS.value * 64
 
 
 def rows_of_weights(num_columns: int, multiprocessors: int) -> int:

@@ -10,7 +10,8 @@ from torch.nn import functional
 
 from kernels import linear_few
 from kernels.linear import linear_triton
-from kernels.linear_few import _STAGES, FEW_ROWS, few_rows_kernel, rows_of_weights, serves_few_rows
+from kernels.linear_few import _STAGES, FEW_ROWS, few_rows_kernel, is_deep, rows_of_weights, serves_few_rows
+from kernels.linear_few_deep import few_rows_deep_kernel
 from kernels.tiles import TileConfig
 from tests.aot import aot
 from tests.compare import assert_close_as_torch, assert_same_bits
@@ -24,6 +25,7 @@ SHAPES = [
     (1, 8),  # one column of y, of one group of columns of x
     (77, 2816),  # a last program with 13 rows; 11 stages
     (40, 72),
+    (3000, 2600),  # a ring of 32 rows that does not hold all, and a last stage of which a part is there
 ]
 
 
@@ -92,11 +94,18 @@ def test_what_is_left_to_the_other_kernel():
     assert not serves_few_rows(draw(8, 4104, dtype=torch.bfloat16), draw(16, 4104, dtype=torch.bfloat16))
 
 
+def test_what_a_ring_does_not_hold_is_deep(monkeypatch):
+    monkeypatch.setattr(linear_few, "num_multiprocessors", lambda device: 132)
+    shapes = {(2048, 3072): False, (2048, 4096): True, (3648, 2048): False, (5120, 1280): False, (5120, 2048): True}
+    assert {shape: is_deep(torch.empty(shape, device="meta")) for shape in shapes} == shapes
+
+
 @aot
 @pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
 @pytest.mark.parametrize(("rows", "block_k"), [(16, 256), (16, 4096), (32, 4096), (64, 4096)])
 def test_compiles(rows, block_k, bias):
     args: dict[str, object] = {"num_rows": "i32", "num_columns": "i32", "width": "i32", "stride_x8": "i32"}
-    args |= {"x_ptr": "*bf16", "w_desc": box("bf16", rows, 64), "bias_ptr": "*bf16" if bias else None, "y_ptr": "*bf16"}
+    args |= {"x_ptr": "*bf16", "bias_ptr": "*bf16" if bias else None, "y_ptr": "*bf16"}
     args |= {"stride_y": "i32", "ROWS": rows, "STAGES": _STAGES[rows], "BLOCK_K": block_k, "PDL": True}
-    compile_gluon_ahead(few_rows_kernel, args, num_warps=4)
+    compile_gluon_ahead(few_rows_kernel, args | {"w_desc": box("bf16", rows, 64)}, num_warps=4)
+    compile_gluon_ahead(few_rows_deep_kernel, args | {"w_desc": box("bf16", rows, 256)}, num_warps=4)

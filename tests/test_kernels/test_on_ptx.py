@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.drafts import linear_rows
 from kernels.attention_prefill import attention_prefill
 from kernels.combine import combine_norm_triton
 from kernels.experts_few import SharedExperts, experts_few, experts_few_undecided, serves_undecided, takes_along
@@ -88,15 +87,22 @@ def slots_of(offsets_S1: Tensor) -> list[slice]:
 
 
 @pytest.mark.parametrize(
-    ("columns", "width"), [(40, 264), (77, 8), (150, 1544)]
-)  # the last: 64 rows a program, stages reused
-def test_linear_of_few_rows(hopper, columns, width):
+    ("columns", "width", "kernel"),
+    [
+        (40, 264, "few_rows_kernel"),
+        (77, 8, "few_rows_kernel"),
+        (150, 1032, "few_rows_kernel"),  # 64 rows a program, in all of its stages
+        (150, 1544, "few_rows_deep_kernel"),  # stages are filled again
+        (90, 2312, "few_rows_deep_kernel"),  # of 32 rows
+    ],
+)
+def test_linear_of_few_rows(hopper, columns, width, kernel):
     wide_w = torch.full((columns + 3, width + 8), torch.nan, dtype=torch.bfloat16)
     wide_w[:columns, :width] = drawn(columns, width, seed=1)
     x_MK, bias_N = rows_of(3, width), drawn(columns, seed=2)
     with hopper.posing(), filled_memory():
         y_MN = linear_triton(x_MK, wide_w[:columns, :width], bias_N)
-    assert hopper.launches[-1] == "few_rows_kernel"
+    assert hopper.launches[-1] == kernel
     assert_same_bits(y_MN, (in_steps(x_MK, wide_w[:columns, :width]) + bias_N.float()).bfloat16())
 
 
@@ -355,14 +361,6 @@ def test_first_product_of_fp8_quantized(hopper, gathered):
     wanted = grouped_gemm_swiglu_quantized(*given, row_index_R=index_R, num_rows=sum(counts), dtype=torch.bfloat16)
     assert max_rel(ours.scales, wanted.scales) < 2**-7
     assert max_rel(dequantize_rows(ours), dequantize_rows(wanted)) < 2**-4  # a step of e4m3, here and there
-
-
-def test_draft_of_few_rows(hopper):
-    x_MK, w_NK, bias_N = rows_of(3, 1544), drawn(150, 1544, seed=1), drawn(150, seed=2)
-    y_MN = torch.full((3, 150), torch.nan, dtype=torch.bfloat16)
-    with hopper.posing():
-        linear_rows.launch(x_MK, w_NK, bias_N, y_MN)
-    assert_same_bits(y_MN, (in_steps(x_MK, w_NK) + bias_N.float()).bfloat16())
 
 
 def test_experts_of_few_tokens_in_fp8(hopper):
