@@ -148,7 +148,7 @@ def test_ids_stay_while_somebody_has_them(tmp_path: Path) -> None:
     """Steps of padding alone, whose ids nobody waits for: each has a part of its own until it is let go of."""
     write_variant(tmp_path, "qwen3_moe", dtype="bfloat16")
     params = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)
-    with opened(tmp_path) as llm:
+    with opened(tmp_path) as llm, torch.inference_mode():
         llm.generate(prompts_of(2), params)
         graphs = llm.engine.graphs
         assert graphs is not None
