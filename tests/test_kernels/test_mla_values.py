@@ -7,7 +7,9 @@ import torch
 
 from kernels.linear import head_linear, head_linear_reference
 from kernels.mla_decode import mla_decode
+from kernels.mla_decode_hopper import list_rule, split_rule
 from kernels.mla_merge import Splits, merge_parts
+from kernels.mla_order import list_pieces
 from kernels.mla_values import _value_rows_kernel, _values_kernel, mla_decode_values, values_of_splits
 from kernels.split_kv import SplitRule
 from tests.aot import aot, compile_ahead
@@ -57,16 +59,23 @@ def test_values(backend, lens, some_whole):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("others", [0, 7, 40, 300])
-def test_bits_of_decode_and_product(others):
+@pytest.mark.parametrize("heads", [16, 64], ids=["few-heads", "heads-with-a-list"])
+def test_bits_of_decode_and_product(heads, others):
+    """With many heads also of a list that is given."""
     lens = [1 + 37 * b % 1500 for b in range(others)] + [1, 64, 100, 0, 257, 1025, 2000, 4097]
-    q_BHX, cache_NPX, cache = draw_case(16, 16, lens)
-    w_HVL = draw(16, 256, 512, dtype=torch.bfloat16, device="cuda", seed=3)[:, 128:]
+    q_BHX, cache_NPX, cache = draw_case(heads, 16, lens)
+    w_HVL = draw(heads, 256, 512, dtype=torch.bfloat16, device="cuda", seed=3)[:, 128:]
 
     def run(rows: slice, max_kv_len: int):
         q_BHx = q_BHX[rows]
         operands = (q_BHx[..., :512], q_BHx[..., 512:], cache_NPX, cache.block_tables_BM[rows], cache.kv_lens_B[rows])
         both = mla_decode_values(*operands, w_HVL, scale=0.05, max_kv_len=max_kv_len)
         assert_same_bits(both, head_linear(mla_decode(*operands, scale=0.05, max_kv_len=max_kv_len), w_HVL))
+        rule = list_rule(*operands[:3])
+        if rule is not None:
+            pieces = list_pieces(operands[4], rule, max_kv_len=max_kv_len)
+            listed = mla_decode_values(*operands, w_HVL, scale=0.05, max_kv_len=max_kv_len, pieces=pieces)
+            assert_same_bits(listed, both)
         return both
 
     together = run(slice(None), max(lens))
@@ -86,13 +95,17 @@ def test_on_a_cpu_it_is_decode_and_then_the_product():
 
 @aot
 @pytest.mark.parametrize("rows", [1, 16])
-def test_compiles_where_it_serves(rows):
-    pointers = {"parts_ptr": "*fp16", "lse_ptr": "*fp32", "kv_lens_ptr": "*i32", "whole_ptr": "*i32"}
+@pytest.mark.parametrize("heads", [16, 64])
+def test_compiles_where_it_serves(heads, rows):
+    """With many heads attention writes no `whole_B`."""
+    rule = split_rule(heads)
+    pointers = {"parts_ptr": "*fp16", "lse_ptr": "*fp32", "kv_lens_ptr": "*i32"}
+    pointers |= {"whole_ptr": "*i32" if heads == 16 else None}
     pointers |= dict.fromkeys(("out_ptr", "w_ptr", "y_ptr"), "*bf16")
     args = pointers | dict.fromkeys(("num_splits", "num_columns", "stride_wh", "stride_wn"), "i32")
-    args |= {"LATENT": 512, "SPLIT_LEN": 128, "FEW_SPLITS": 8, "PDL": True}
+    args |= {"LATENT": 512, "SPLIT_LEN": rule.length, "FEW_SPLITS": rule.few, "PDL": True}
     if rows == 1:
-        args |= {"HEADS": 16, "BLOCK_N": 32, "CHUNK": 8}
+        args |= {"HEADS": heads, "BLOCK_N": 32, "CHUNK": 8}
         assert compile_ahead(_value_rows_kernel, 90, args, num_warps=4)
     else:
         args |= {"num_sequences": "i32", "num_heads": "i32", "BLOCK_M": rows, "BLOCK_N": 128, "CHUNK": 4}

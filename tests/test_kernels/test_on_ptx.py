@@ -28,10 +28,12 @@ from kernels.grouped_gemm_fp8_specialized import SpecializedTile, launch_fp8_spe
 from kernels.grouped_gemm_fp8_swiglu import launch_swiglu_quantized
 from kernels.grouped_gemm_specialized import launch_specialized
 from kernels.grouped_gemm_swapped import launch_swapped
-from kernels.linear import linear_triton
+from kernels.linear import head_linear, linear_triton
 from kernels.mla_decode import mla_decode_reference
 from kernels.mla_decode_hopper import list_rule, mla_decode_hopper, runs_on_hopper
+from kernels.mla_merge import merge_parts
 from kernels.mla_order import list_pieces
+from kernels.mla_values import values_of_splits
 from kernels.pack import pack
 from kernels.quantize import dequantize_rows, quantize_rows
 from kernels.routing import RoutingRule
@@ -47,6 +49,7 @@ from tests.test_kernels.test_combine import norm_operands
 from tests.test_kernels.test_combine_few import rows_in_order
 from tests.test_kernels.test_latent_rope_store import check_against_separate
 from tests.test_kernels.test_latent_rope_store import operands as latents
+from tests.test_kernels.test_mla_values import drawn_splits
 
 pytestmark = aot
 
@@ -243,6 +246,27 @@ def test_latent_attention(hopper, heads):
         assert_same_bits(other, ours[0])
     assert_same_bits(alone, ours[0][:1])
     assert pieces is None or pieces.counts[:2].tolist() == [4, 0]
+
+
+@pytest.mark.parametrize("some_whole", [False, True])
+@pytest.mark.parametrize(
+    ("lens", "kernel"),
+    [([600, 0, 129, 5000, 1], "_value_rows_kernel"), ([1 + 97 * b % 1000 for b in range(9)], "_values_kernel")],
+    ids=["more splits than come at once", "more than eight sequences"],
+)
+def test_values_of_splits(hopper, lens, kernel, some_whole):
+    """The bits of merge and product apart, of weights within wider ones and an odd number of columns."""
+    whole = [int(some_whole and b % 4 == 3) for b in range(len(lens))]
+    splits = drawn_splits(lens, whole, 3, 64, torch.bfloat16, "cpu")
+    splits = splits if some_whole else splits._replace(whole_B=None)
+    kv_lens_B, w_HVL = torch.tensor(lens, dtype=torch.int32), drawn(3, 8 + 70, 64, seed=3)[:, 8:]
+    with hopper.posing(), filled_memory():
+        ours = values_of_splits(splits, kv_lens_B, w_HVL)
+        assert hopper.launches[-1] == kernel
+        merge_parts(splits, kv_lens_B)
+        wanted = head_linear(splits.out_BHL, w_HVL)
+    assert not wanted.isnan().any()
+    assert_same_bits(ours, wanted)
 
 
 @pytest.mark.parametrize(
