@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 
 import pytest
@@ -19,3 +20,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
         if item.get_closest_marker("multi_gpu") and num_gpus < 2:
             item.add_marker(pytest.mark.skip(reason="needs two NVIDIA GPUs"))
+
+
+_KEPT_BYTES = 2 << 30
+
+
+def pytest_runtest_teardown() -> None:
+    """Processes that share a GPU give back what their tests have left with the allocator."""
+    if torch.cuda.is_initialized() and torch.cuda.memory_reserved() - torch.cuda.memory_allocated() > _KEPT_BYTES:
+        gc.collect()
+        torch.cuda.empty_cache()
