@@ -11,7 +11,9 @@ from functools import partial
 import pytest
 import torch
 
+from kernels.grouped_gemm_specialized import launch_specialized
 from kernels.linear import linear_triton
+from kernels.tiles import TileConfig
 from tests.aot import aot
 from tests.ptx import program as module
 from tests.ptx.launch import Hopper
@@ -85,8 +87,6 @@ def run_few_rows(hopper: Hopper, change: Callable[[Program], Program]) -> None:
         pytest.param(0, is_fence, "no fence has shown", id="fence behind the barriers"),
         pytest.param(1, is_fence, "multiplies what warp", id="fence behind the rows"),
         pytest.param(0, is_wait, "without having waited", id="wait for weights"),
-        pytest.param(1, is_wait, "overwrites what copies", id="wait for room"),
-        pytest.param(0, is_arrival, "hangs", id="arrival"),
         pytest.param(0, lambda one: one.name.startswith("cp.async.wait_group"), "a copy of warp", id="wait for copies"),
         pytest.param(0, lambda one: one.name.startswith("wgmma.wait_group"), "may still read", id="wait for products"),
         pytest.param(-1, lambda one: one.name.startswith("mbarrier.init"), "no barrier", id="barrier"),
@@ -95,6 +95,23 @@ def run_few_rows(hopper: Hopper, change: Callable[[Program], Program]) -> None:
 def test_what_is_missing_is_noticed(hopper, index, wanted, fault):
     with pytest.raises(Fault, match=fault):
         run_few_rows(hopper, partial(without, index, wanted))
+
+
+@pytest.mark.parametrize(
+    ("index", "wanted", "fault"),
+    [
+        pytest.param(1, is_wait, "may still read", id="wait for room"),
+        pytest.param(3, is_wait, "overwrites what copies", id="wait for weights"),
+        pytest.param(0, is_arrival, "hangs", id="arrival"),
+    ],
+)
+def test_what_is_missing_between_groups_of_warps_is_noticed(hopper, index, wanted, fault):
+    """Stages are filled by a group of their own, which is told when one may be filled again."""
+    x_XD, w_SND = torch.randn(3, 520).bfloat16(), torch.randn(2, 72, 520).bfloat16()
+    tile, y_RN = TileConfig(128, 128, 64, 4, 4, "specialized"), torch.empty(3, 72, dtype=torch.bfloat16)
+    offsets_S1 = torch.tensor([0, 3, 3], dtype=torch.int32)
+    with pytest.raises(Fault, match=fault), hopper.posing(change=partial(without, index, wanted)):
+        launch_specialized(x_XD, w_SND, offsets_S1, None, y_RN, tile, swiglu=False, group_m=8)
 
 
 def test_a_store_out_of_bounds_is_noticed(hopper):
