@@ -84,11 +84,11 @@ def test_a_draft_that_breaks_or_hangs_behind_a_wrong_case_is_known_by_both(trial
     (trial.FOLDER / "stumbles.py").write_text(off, "utf-8")
     (trial.FOLDER / "sleeps.py").write_text(off.replace("os._exit(7)", "__import__('time').sleep(600)"), "utf-8")
     result = tmp_path / "trial.json"
-    assert trial.main(["drafts=stumbles,sleeps", "device=cpu", "seconds=0.001", "limit=30", f"result={result}"]) == 1
+    assert trial.main(["drafts=stumbles,sleeps", "device=cpu", "seconds=0.001", "limit=60", f"result={result}"]) == 1
     rows = json.loads(result.read_text("utf-8"))["cases"]
     assert {(row["draft"], row["case"], row.get("error")) for row in rows if not row["good"]} == {
         ("stumbles", "fine", None), ("stumbles", "", "exit status 7"),
-        ("sleeps", "fine", None), ("sleeps", "", "cut after 30 s"),
+        ("sleeps", "fine", None), ("sleeps", "", "cut after 60 s"),
     }  # fmt: skip
 
 
