@@ -36,7 +36,7 @@ from kernels.split_kv import SplitRule
 from kernels.split_runs import Parts, merge_runs
 from kernels.split_runs import splits_of as _splits_of
 from kernels.tiles import device_generation
-from kernels.turn_heads import _other_column
+from kernels.turn_heads import other_column as _other_column
 
 _WIDTH = gl.constexpr(128)
 """Of a head: how its row is spread over threads below is what norm_tile makes of this width."""

@@ -28,7 +28,7 @@ The sums over K ascend, unsplit, in one fp32 accumulator, as in every other kern
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -72,7 +72,7 @@ this one: qwen3 1 row 49.7 / 47.9, 2 rows 69.4 / 63.7, 4 rows 98.4 / 94.1, 8 row
 67.7, 4 rows 118.4 / 117.7, 8 rows 162.4 / 161.7. In another run, the router choosing / this launch: qwen3 1 row 48.4 /
 45.9, 2 rows 64.5 / 61.9, 4 rows 95.0 / 93.1; dsv2-lite 1 row 68.9 / 68.4, 4 rows 119.1 / 119.3."""
 
-_MOST_SLOTS = 64
+MOST_SLOTS = 64
 """With rows at once: each has a counter."""
 
 _MOST_EXPERTS = 256
@@ -196,12 +196,18 @@ def serves_few_tokens(
 def serves_undecided(x_TD: Tensor, w13_S2FD: Tensor, w2_SDF: Tensor, num_experts: int, rule: RoutingRule) -> bool:
     """Whether this kernel can choose, too, among so many experts: by a rule without groups, a row in each of four
     warps, and no more experts a row than `combine_norm` asks for at once."""
+    return chooses(x_TD.shape[0], num_experts, rule) and _serves(
+        x_TD, w13_S2FD, w2_SDF, x_TD.shape[0] * rule.top_k, num_experts
+    )
+
+
+def chooses(num_tokens: int, num_experts: int, rule: RoutingRule) -> bool:
+    """Whether a launch like this one can choose by such a rule, whatever its weights."""
     return (
-        x_TD.shape[0] <= WARPS.value
+        num_tokens <= WARPS.value
         and rule.num_groups == 1
         and rule.top_k <= UNROLLED.value
         and num_experts <= _MOST_EXPERTS
-        and _serves(x_TD, w13_S2FD, w2_SDF, x_TD.shape[0] * rule.top_k, num_experts)
     )
 
 
@@ -218,7 +224,7 @@ def _serves(x_TD: Tensor, w13_S2FD: Tensor, w2_SDF: Tensor, num_rows: int, num_e
     return (
         0 < x_TD.shape[0] <= FEW_TOKENS
         and device_generation(x_TD) == 9
-        and 0 < min(num_rows, w2_SDF.shape[0]) <= _MOST_SLOTS
+        and 0 < min(num_rows, w2_SDF.shape[0]) <= MOST_SLOTS
         and x_TD.dtype == w2_SDF.dtype
         and x_TD.dtype in (torch.bfloat16, torch.float16)
         and num_stages(x_TD.shape[0], *w2_SDF.shape[1:], num_experts) >= FEWEST_STAGES
@@ -269,14 +275,7 @@ def _launch(
     num_shared, rows = (0, num_rows) if shared is None else (shared.down_DF.shape[1], num_rows + num_tokens)
     # Rows of the shared experts lie behind all others.
     h, y = x_TD.new_empty(num_rows * num_hidden + num_tokens * num_shared), x_TD.new_empty(rows, width)
-    tables, num_experts, choice, numbers = (None,) * 7, 0, None, (0, 0.0, 0.0)
-    if undecided is not None:
-        rule, (num_parts, _, num_experts) = undecided.rule, undecided.parts_PTE.shape
-        given = (undecided.parts_PTE, undecided.bias_E, undecided.real_T, undecided.slot_of_E)
-        tables = (*given, *undecided.routing, undecided.packed.packed_row_TK)
-        kind = (rule.score == "sigmoid", rule.renormalize, block_e(num_experts))
-        choice = (num_experts, num_parts, rule.top_k, *kind)
-        numbers = (rule.top_k, float(rule.epsilon), float(rule.scale))
+    of_choice = choice_operands(undecided)
     num_programs = num_multiprocessors(x_TD.device)
     piece = second_rows(num_tokens, rows, width, num_programs)
     experts_few_kernel[(num_programs,)](
@@ -287,7 +286,7 @@ def _launch(
         None if shared is None else _boxes(shared.down_DF, piece),
         offsets_S1,
         token_R,
-        *tables,
+        *of_choice.tables,
         counters,
         h,
         y,
@@ -298,19 +297,43 @@ def _launch(
         width,
         num_shared,
         x_TD.stride(0) // 8,
-        *numbers,
+        *of_choice.numbers,
         ONE=num_tokens == 1,
         ROWS=piece,
-        STAGES=num_stages(num_tokens, width, num_hidden, num_experts),
+        STAGES=num_stages(num_tokens, width, num_hidden, of_choice.num_experts),
         BLOCK_S=max(32, next_power_of_2(num_slots)),
         BLOCK_D=block_d(width),
         BLOCK_F=block_f(num_tokens, num_hidden),
-        CHOICE=choice,
+        CHOICE=of_choice.kind,
         num_warps=4,
         maxnreg=120,  # room for programs of the launches before and after beside this one's
         **dependent_launch(x_TD),
     )
     return FewRows(y[:num_rows], None if shared is None else y[num_rows:])
+
+
+class ChoiceOperands(NamedTuple):
+    """What a launch that chooses is given beside its rows and weights; of one that does not, nothing."""
+
+    tables: tuple[Tensor | None, ...]
+    numbers: tuple[int, float, float]
+    num_experts: int
+    kind: tuple[Any, ...] | None
+    """CHOICE of the kernel."""
+
+
+def choice_operands(undecided: Undecided | None) -> ChoiceOperands:
+    """Of rows whose experts are still to be chosen; None: they are chosen."""
+    if undecided is None:
+        return ChoiceOperands((None,) * 7, (0, 0.0, 0.0), 0, None)
+    rule, (num_parts, _, num_experts) = undecided.rule, undecided.parts_PTE.shape
+    given = (undecided.parts_PTE, undecided.bias_E, undecided.real_T, undecided.slot_of_E)
+    return ChoiceOperands(
+        (*given, *undecided.routing, undecided.packed.packed_row_TK),
+        (rule.top_k, float(rule.epsilon), float(rule.scale)),
+        num_experts,
+        (num_experts, num_parts, rule.top_k, rule.score == "sigmoid", rule.renormalize, block_e(num_experts)),
+    )
 
 
 def _boxes(w_NK: Tensor, num_rows: int) -> TensorDescriptor:

@@ -156,28 +156,56 @@ def _packed_slots(offsets_ptr, num_slots, BLOCK_S: gl.constexpr):
 
 
 @gluon.jit
-def _chosen_slots(
-    w13_desc, undecided, handed, counters_ptr, sizes, ring, piece,
-    STAGES: gl.constexpr, CHOICE: gl.constexpr, PDL: gl.constexpr,
-):  # fmt: skip
-    """(first piece, columns of it that are asked for already, slots with rows, the number and slot of each expert).
-
-    The experts of the first row come first, best first: so the slot of the first piece is mostly known long before all
-    rows have chosen."""
+def _slots_of_experts(undecided, num_slots, CHOICE: gl.constexpr):
+    """(experts, the slot of each or -1, whether each has one and the first row is real). Older than the router's
+    launch, which does not write it."""
     NUM_EXPERTS: gl.constexpr = CHOICE[0]
-    TOP_K: gl.constexpr = CHOICE[2]
-    BLOCK_E: gl.constexpr = CHOICE[5]
-    EXPERTS: gl.constexpr = gl.BlockedLayout([BLOCK_E // 32], [32], [1], [0])
-    num_slots, num_hidden, num_columns, _, _ = sizes
-    keys, keys_there, choices, choices_there = handed
-    # What the router does not write is older than its launch.
-    expert = gl.arange(0, BLOCK_E, layout=EXPERTS)
-    real_ptr, slot_of_ptr, num_tokens = undecided[0][2], undecided[0][3], undecided[2]
+    expert = gl.arange(0, CHOICE[5], layout=gl.BlockedLayout([CHOICE[5] // 32], [32], [1], [0]))
+    real_ptr, slot_of_ptr = undecided[0][2], undecided[0][3]
     slot_of = gl.load(slot_of_ptr + expert, mask=expert < NUM_EXPERTS, other=-1)
     slot_of = gl.where(slot_of < num_slots, slot_of, -1)
     in_order = gl.min(gl.where(expert < NUM_EXPERTS, slot_of, 0), axis=0) >= 0
     if real_ptr is not None:
         in_order = in_order & (gl.load(real_ptr) != 0)
+    return expert, slot_of, in_order
+
+
+@gluon.jit
+def _slot_of_best(keys, number, expert, slot_of, CHOICE: gl.constexpr):
+    """Of the first row's experts, best first, the slot of the one with this number."""
+    key = row_of_table(keys, 0, gl.BlockedLayout([CHOICE[5] // 32], [32], [1], [0]))
+    first = number * 0
+    for _ in range(number + 1):
+        first = gl.min(gl.where(key == gl.max(key, axis=0), expert, 0x7FFFFFFF), axis=0)
+        key = gl.where(expert == first, LOWEST, key)
+    return gl.max(gl.where(expert == first, slot_of, -1), axis=0)
+
+
+@gluon.jit
+def _slots_with_rows(choices, num_tokens, in_order, CHOICE: gl.constexpr):
+    """(how many, the number of each expert's). The experts of the first row come first, best first: so the slot of the
+    first piece is mostly known long before all rows have chosen."""
+    EXPERTS: gl.constexpr = gl.BlockedLayout([CHOICE[5] // 32], [32], [1], [0])
+    choice = row_of_table(choices, 0, EXPERTS)
+    here = (choice >= 0).to(gl.int32)
+    for t in range(1, num_tokens):
+        here = here | (row_of_table(choices, t, EXPERTS) >= 0).to(gl.int32)
+    num_full = gl.sum(here, axis=0)
+    ahead = in_order & (choice >= 0)
+    later = gl.where(ahead, 0, here)
+    return num_full, gl.where(ahead, choice, _numbered(later, num_full - gl.sum(later, axis=0)))
+
+
+@gluon.jit
+def _chosen_slots(
+    w13_desc, undecided, handed, counters_ptr, sizes, ring, piece,
+    STAGES: gl.constexpr, CHOICE: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """(first piece, columns of it that are asked for already, slots with rows, the number and slot of each expert)."""
+    TOP_K: gl.constexpr = CHOICE[2]
+    num_slots, num_hidden, num_columns, _, _ = sizes
+    keys, keys_there, choices, choices_there = handed
+    expert, slot_of, in_order = _slots_of_experts(undecided, num_slots, CHOICE)
     asked = num_slots * 0
     if piece is None:
         if PDL:
@@ -188,22 +216,11 @@ def _chosen_slots(
         column = (piece - number * per_first) * COLUMNS
         mbarrier.wait(keys_there, 0)
         if in_order & (number < TOP_K):
-            key, first = row_of_table(keys, 0, EXPERTS), piece * 0
-            for _ in range(number + 1):
-                first = gl.min(gl.where(key == gl.max(key, axis=0), expert, 0x7FFFFFFF), axis=0)
-                key = gl.where(expert == first, LOWEST, key)
-            row = gl.max(gl.where(expert == first, slot_of, -1), axis=0) * 2 * num_hidden + column
+            row = _slot_of_best(keys, number, expert, slot_of, CHOICE) * 2 * num_hidden + column
             asked = gl.minimum(num_columns, AHEAD * 256)
-            _ask_first(w13_desc, ring, piece * 0, row, row + num_hidden, 0, asked, STAGES)
+            _ask_first(w13_desc, ring, num_slots * 0, row, row + num_hidden, 0, asked, STAGES)
     mbarrier.wait(choices_there, 0)
-    choice = row_of_table(choices, 0, EXPERTS)
-    here = (choice >= 0).to(gl.int32)
-    for t in range(1, num_tokens):
-        here = here | (row_of_table(choices, t, EXPERTS) >= 0).to(gl.int32)
-    num_full = gl.sum(here, axis=0)
-    ahead = in_order & (choice >= 0)
-    later = gl.where(ahead, 0, here)
-    number_of = gl.where(ahead, choice, _numbered(later, num_full - gl.sum(later, axis=0)))
+    num_full, number_of = _slots_with_rows(choices, undecided[2], in_order, CHOICE)
     return piece, asked, num_full, number_of, slot_of
 
 
@@ -218,6 +235,27 @@ def _rows_of_tokens(choices, mine, lane, num_tokens, CHOICE: gl.constexpr):
         choice = gl.max(gl.where(mine, row_of_table(choices, t, EXPERTS), -1), axis=0)
         rows = gl.where((lane == 8 + t) & (choice >= 0), t * TOP_K + choice + 1, rows)
     return rows
+
+
+@gluon.jit
+def _note_slot(
+    board, turn, number, column, second, step, number_of, slot_of, packed, handed, undecided,
+    PLACES: gl.constexpr, CHOICE: gl.constexpr,
+):  # fmt: skip
+    """The slot with this number among those with rows, whose piece is noted."""
+    lane = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0]))
+    mine = number_of == number
+    slot = gl.max(gl.where(mine, slot_of, 0), axis=0)
+    note = gl.where(lane == 0, number + 1, 0) + gl.where(lane == 1, column, 0)
+    note += gl.where(lane == 4, second, 0) + gl.where(lane == 5, step, 0)
+    if CHOICE is None:
+        starts, ends = packed
+        note += gl.where(lane == 2, gl.sum(gl.where(mine, starts, 0), axis=0), 0)
+        note += gl.where(lane == 3, gl.sum(gl.where(mine, ends, 0), axis=0), 0)
+    else:
+        note += _rows_of_tokens(handed[2], mine, lane, undecided[2], CHOICE)
+    _note(board, turn, note, PLACES)
+    return slot
 
 
 @gluon.jit
@@ -256,13 +294,14 @@ def feed(
             piece = _piece(_take(counters_ptr))
         num_full, number_of, starts, ends = _packed_slots(offsets_ptr, num_slots, BLOCK_S)
         slot_of = gl.arange(0, BLOCK_S, layout=gl.BlockedLayout([BLOCK_S // 32], [32], [1], [0]))
-        asked = piece * 0
+        asked, packed = piece * 0, (starts, ends)
     else:
+        packed = None
         piece, asked, num_full, number_of, slot_of = _chosen_slots(
             w13_desc, undecided, handed, counters_ptr, sizes, ring, piece, STAGES, CHOICE, PDL
         )
     per_first, per_second = (num_hidden + COLUMNS - 1) // COLUMNS, (num_columns + ROWS - 1) // ROWS
-    num_first, lane = num_full * per_first, gl.arange(0, 32, layout=LANES)
+    num_first = num_full * per_first
     begin = num_first
     if s13_desc is not None:
         begin += per_second
@@ -279,16 +318,9 @@ def feed(
             per = gl.where(second != 0, per_second, per_first)
             number = own // per
             column = (own - number * per) * gl.where(second != 0, ROWS, COLUMNS)
-            mine = number_of == number
-            slot = gl.max(gl.where(mine, slot_of, 0), axis=0)
-            note = gl.where(lane == 0, number + 1, 0) + gl.where(lane == 1, column, 0)
-            note += gl.where(lane == 4, second, 0) + gl.where(lane == 5, step, 0)
-            if CHOICE is None:
-                note += gl.where(lane == 2, gl.sum(gl.where(mine, starts, 0), axis=0), 0)
-                note += gl.where(lane == 3, gl.sum(gl.where(mine, ends, 0), axis=0), 0)
-            else:
-                note += _rows_of_tokens(handed[2], mine, lane, undecided[2], CHOICE)
-            _note(board, turn, note, PLACES)
+            slot = _note_slot(
+                board, turn, number, column, second, step, number_of, slot_of, packed, handed, undecided, PLACES, CHOICE
+            )
             if second != 0:
                 step = _ask_second(w2_desc, ring, step, slot * num_columns + column, num_hidden, ROWS, STAGES)
             else:
@@ -296,7 +328,7 @@ def feed(
                 # Some of the first piece may have been asked for.
                 step += (asked + 255) // 256
                 step = _ask_first(w13_desc, ring, step, row, row + num_hidden, asked, num_columns, STAGES)
-                asked = piece * 0
+                asked = num_slots * 0
         turn += 1
         piece = _piece(taken)
         if s13_desc is not None:

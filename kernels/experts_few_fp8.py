@@ -27,9 +27,8 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from kernels.barriers import barriers
 from kernels.checks import cdiv, next_power_of_2
-from kernels.combine import UNROLLED
 from kernels.dependent_launch import dependent_launch
-from kernels.experts_few import FEW_TOKENS
+from kernels.experts_few import FEW_TOKENS, MOST_SLOTS, choice_operands, chooses
 from kernels.experts_few_choose import WARPS
 from kernels.experts_few_feed import STAGE_BYTES
 from kernels.experts_few_fp8_feed import BOX, GROUPS, LANES_THERE, ROWS, SCALES, feed
@@ -45,12 +44,6 @@ from kernels.tiles import device_generation, num_multiprocessors
 
 _MOST_STAGES, _FEWEST_STAGES = 11, 6
 """Six are dsv3's."""
-
-_MOST_SLOTS = 64
-"""With rows at once: each has a counter."""
-
-_MOST_EXPERTS = 256
-"""That are chosen among: eight places a lane."""
 
 _MOST_HIDDEN, _MOST_BYTES = 2048, 16 << 20
 """Columns of h, and bytes of an expert where there are more than four tokens. One H200, us a layer in graphs, by four
@@ -185,13 +178,7 @@ def serves_undecided_fp8(
     x_TD: Tensor, w13: QuantizedBlocks, w2: QuantizedBlocks, num_experts: int, rule: RoutingRule
 ) -> bool:
     """As `kernels.experts_few.serves_undecided`, of weights in fp8."""
-    return (
-        x_TD.shape[0] <= WARPS.value
-        and rule.num_groups == 1
-        and rule.top_k <= UNROLLED.value
-        and num_experts <= _MOST_EXPERTS
-        and _serves(x_TD, w13, w2, x_TD.shape[0] * rule.top_k, num_experts)
-    )
+    return chooses(x_TD.shape[0], num_experts, rule) and _serves(x_TD, w13, w2, x_TD.shape[0] * rule.top_k, num_experts)
 
 
 def _serves(x_TD: Tensor, w13: QuantizedBlocks, w2: QuantizedBlocks, num_rows: int, num_experts: int = 0) -> bool:
@@ -200,7 +187,7 @@ def _serves(x_TD: Tensor, w13: QuantizedBlocks, w2: QuantizedBlocks, num_rows: i
         0 < x_TD.shape[0] <= (FEW_TOKENS if 3 * width * num_hidden <= _MOST_BYTES else WARPS.value)
         and num_hidden <= _MOST_HIDDEN
         and device_generation(x_TD) == 9
-        and 0 < min(num_rows, w2.values.shape[0]) <= _MOST_SLOTS
+        and 0 < min(num_rows, w2.values.shape[0]) <= MOST_SLOTS
         and x_TD.dtype in (torch.bfloat16, torch.float16)
         and w13.values.dtype == w2.values.dtype == FP8
         and w13.scales.is_contiguous()
@@ -247,14 +234,7 @@ def _launch(
 ) -> Tensor:
     (num_tokens, width), (num_slots, _, num_hidden) = x_TD.shape, w2.values.shape
     h_RF, y_RD = x_TD.new_empty(num_rows, num_hidden), x_TD.new_empty(num_rows, width)
-    tables, num_experts, choice, numbers = (None,) * 7, 0, None, (0, 0.0, 0.0)
-    if undecided is not None:
-        rule, (num_parts, _, num_experts) = undecided.rule, undecided.parts_PTE.shape
-        given = (undecided.parts_PTE, undecided.bias_E, undecided.real_T, undecided.slot_of_E)
-        tables = (*given, *undecided.routing, undecided.packed.packed_row_TK)
-        kind = (rule.score == "sigmoid", rule.renormalize, block_e(num_experts))
-        choice = (num_experts, num_parts, rule.top_k, *kind)
-        numbers = (rule.top_k, float(rule.epsilon), float(rule.scale))
+    of_choice = choice_operands(undecided)
     experts_few_fp8_kernel[(num_multiprocessors(x_TD.device),)](
         x_TD,
         descriptor(w13.values.view(-1, width), 16, GROUP),
@@ -263,7 +243,7 @@ def _launch(
         w2.scales,
         offsets_S1,
         token_R,
-        *tables,
+        *of_choice.tables,
         counters,
         h_RF,
         y_RD,
@@ -272,12 +252,12 @@ def _launch(
         num_hidden,
         width,
         x_TD.stride(0) // 8,
-        *numbers,
-        STAGES=num_stages(width, num_hidden, num_experts),
+        *of_choice.numbers,
+        STAGES=num_stages(width, num_hidden, of_choice.num_experts),
         X_BATCHES=_batches(width),
         H_BATCHES=_batches(num_hidden),
         BLOCK_S=max(32, next_power_of_2(num_slots)),
-        CHOICE=choice,
+        CHOICE=of_choice.kind,
         num_warps=4,
         maxnreg=96,  # room for programs of the launches before and after beside this one's
         **dependent_launch(x_TD),

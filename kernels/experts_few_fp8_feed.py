@@ -18,16 +18,17 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.language.extra.cuda import gdc_wait
 
-from kernels.experts_few_choose import LOWEST, row_of_table
 from kernels.experts_few_feed import (
     AHEAD,
     COLUMNS,
     STAGE_BYTES,
     _note,
-    _numbered,
+    _note_slot,
     _packed_slots,
     _piece,
-    _rows_of_tokens,
+    _slot_of_best,
+    _slots_of_experts,
+    _slots_with_rows,
     _wait_for_turn,
     _write_offsets,
 )
@@ -121,19 +122,10 @@ def _chosen_slots(
 ):  # fmt: skip
     """As there: (first piece, columns of it that are asked for already, slots with rows, the number and slot of each
     expert)."""
-    NUM_EXPERTS: gl.constexpr = CHOICE[0]
     TOP_K: gl.constexpr = CHOICE[2]
-    BLOCK_E: gl.constexpr = CHOICE[5]
-    EXPERTS: gl.constexpr = gl.BlockedLayout([BLOCK_E // 32], [32], [1], [0])
     num_slots, num_hidden, width = sizes
     keys, keys_there, choices, choices_there = handed
-    expert = gl.arange(0, BLOCK_E, layout=EXPERTS)
-    real_ptr, slot_of_ptr, num_tokens = undecided[0][2], undecided[0][3], undecided[2]
-    slot_of = gl.load(slot_of_ptr + expert, mask=expert < NUM_EXPERTS, other=-1)
-    slot_of = gl.where(slot_of < num_slots, slot_of, -1)
-    in_order = gl.min(gl.where(expert < NUM_EXPERTS, slot_of, 0), axis=0) >= 0
-    if real_ptr is not None:
-        in_order = in_order & (gl.load(real_ptr) != 0)
+    expert, slot_of, in_order = _slots_of_experts(undecided, num_slots, CHOICE)
     if PDL:
         gdc_wait()
     asked, piece = num_slots * 0, _piece(_take(counters_ptr))
@@ -141,23 +133,12 @@ def _chosen_slots(
     number = piece // per_first
     mbarrier.wait(keys_there, 0)
     if in_order & (number < TOP_K):
-        key, first = row_of_table(keys, 0, EXPERTS), piece * 0
-        for _ in range(number + 1):
-            first = gl.min(gl.where(key == gl.max(key, axis=0), expert, 0x7FFFFFFF), axis=0)
-            key = gl.where(expert == first, LOWEST, key)
-        slot = gl.max(gl.where(expert == first, slot_of, -1), axis=0)
+        slot = _slot_of_best(keys, number, expert, slot_of, CHOICE)
         asked = gl.minimum(width, AHEAD * 512)
         column = (piece - number * per_first) * COLUMNS
-        _ask_first(weights[0], ring, piece * 0, slot, column, 0, asked, sizes, STAGES)
+        _ask_first(weights[0], ring, num_slots * 0, slot, column, 0, asked, sizes, STAGES)
     mbarrier.wait(choices_there, 0)
-    choice = row_of_table(choices, 0, EXPERTS)
-    here = (choice >= 0).to(gl.int32)
-    for t in range(1, num_tokens):
-        here = here | (row_of_table(choices, t, EXPERTS) >= 0).to(gl.int32)
-    num_full = gl.sum(here, axis=0)
-    ahead = in_order & (choice >= 0)
-    later = gl.where(ahead, 0, here)
-    number_of = gl.where(ahead, choice, _numbered(later, num_full - gl.sum(later, axis=0)))
+    num_full, number_of = _slots_with_rows(choices, undecided[2], in_order, CHOICE)
     return piece, asked, num_full, number_of, slot_of
 
 
@@ -178,13 +159,14 @@ def feed(
         taken = _take(counters_ptr)
         num_full, number_of, starts, ends = _packed_slots(offsets_ptr, num_slots, BLOCK_S)
         slot_of = gl.arange(0, BLOCK_S, layout=gl.BlockedLayout([BLOCK_S // 32], [32], [1], [0]))
-        piece = _piece(taken)
+        piece, packed = _piece(taken), (starts, ends)
     else:
+        packed = None
         piece, asked, num_full, number_of, slot_of = _chosen_slots(
             weights, undecided, handed, counters_ptr, sizes, ring, STAGES, CHOICE, PDL
         )
     per_first, per_second = (num_hidden + COLUMNS - 1) // COLUMNS, (width + ROWS - 1) // ROWS
-    num_first, lane = num_full * per_first, gl.arange(0, 32, layout=LANES)
+    num_first = num_full * per_first
     while piece < num_first + num_full * per_second:
         # The next one is taken while this one is asked for.
         taken, second = _take(counters_ptr), (piece >= num_first).to(gl.int32)
@@ -192,23 +174,16 @@ def feed(
         per = gl.where(second != 0, per_second, per_first)
         number = own // per
         column = (own - number * per) * gl.where(second != 0, ROWS, COLUMNS)
-        mine = number_of == number
-        slot = gl.max(gl.where(mine, slot_of, 0), axis=0)
-        note = gl.where(lane == 0, number + 1, 0) + gl.where(lane == 1, column, 0)
-        note += gl.where(lane == 4, second, 0) + gl.where(lane == 5, step, 0)
-        if CHOICE is None:
-            note += gl.where(lane == 2, gl.sum(gl.where(mine, starts, 0), axis=0), 0)
-            note += gl.where(lane == 3, gl.sum(gl.where(mine, ends, 0), axis=0), 0)
-        else:
-            note += _rows_of_tokens(handed[2], mine, lane, undecided[2], CHOICE)
-        _note(board, turn, note, PLACES)
+        slot = _note_slot(
+            board, turn, number, column, second, step, number_of, slot_of, packed, handed, undecided, PLACES, CHOICE
+        )
         if second != 0:
             step = _ask_second(weights[1], ring, step, slot, column, sizes, STAGES)
         else:
             # Some of the first piece may have been asked for.
             step += (asked + 511) // 512
             step = _ask_first(weights[0], ring, step, slot, column, asked, width, sizes, STAGES)
-            asked = piece * 0
+            asked = num_slots * 0
         turn += 1
         piece = _piece(taken)
     for _ in gl.static_range(GROUPS):

@@ -28,7 +28,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from kernels.experts_few_choose import choose
 from kernels.experts_few_feed import COLUMNS, STAGE_BYTES
 from kernels.experts_few_fp8_feed import BOX, GROUPS, SCALES, STEPS
-from kernels.experts_few_multiply import _APART, _DONE, _barrier, _pick, _rows_of_slot, _rows_of_tokens
+from kernels.experts_few_multiply import _APART, _DONE, _barrier, _pick, _rows_of_slot, _rows_of_tokens, _store_gated
 
 BATCH = gl.constexpr(8)
 """Rows lie in shared memory in so many groups of 128 columns, or several times so many: they are quantised together."""
@@ -178,15 +178,7 @@ def _first(step, note, place, rows, x, swap, ring, STAGES: gl.constexpr):
     row = _rows_of_tokens(note, place, token_ptr, gl.SliceLayout(0, OUT))
     acc = gl.zeros([64, 8], gl.float32, SUMS)
     acc, step = _sweep(acc, step, width, qs, scales, 0, ring, 2, 4, STAGES)
-    # Gate and up of a column were summed by different warps.
-    swap.store(acc)
-    _barrier()
-    gate, up = swap.slice(0, COLUMNS).load(OUT), swap.slice(COLUMNS, COLUMNS).load(OUT)
-    h = (gate / (1.0 + gl.exp(-gate)) * up).to(h_ptr.dtype.element_ty)
-    # All tokens were multiplied, in their order.
-    n = place[0] + gl.arange(0, COLUMNS, gl.SliceLayout(1, OUT))
-    mask = (row >= 0)[None, :] & (n < num_hidden)[:, None]
-    gl.store(h_ptr + row[None, :] * num_hidden + n[:, None], h, mask=mask)
+    _store_gated(acc, swap, row, place[0], num_hidden, h_ptr, 0)
 
 
 @gluon.jit

@@ -123,6 +123,21 @@ def _rows_of_slot(note, place, token_ptr, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
+def _store_gated(acc, swap, row, column, num_hidden, h_ptr, begin8):
+    """COLUMNS of h, of each token's row, from the sums of gate and, behind them, of up. h begins 8 * begin8 behind."""
+    OUT: gl.constexpr = gl.BlockedLayout([1, 1], [16, 2], [1, 4], [0, 1])
+    # Gate and up of a column were summed by different warps.
+    swap.store(acc)
+    _barrier()
+    gate, up = swap.slice(0, COLUMNS).load(OUT), swap.slice(COLUMNS, COLUMNS).load(OUT)
+    h = (gate / (1.0 + gl.exp(-gate)) * up).to(h_ptr.dtype.element_ty)
+    # All tokens were multiplied, in their order.
+    n = column + gl.arange(0, COLUMNS, gl.SliceLayout(1, OUT))
+    mask = (row >= 0)[None, :] & (n < num_hidden)[:, None]
+    gl.store(h_ptr + begin8 * 8 + row[None, :] * num_hidden + n[:, None], h, mask=mask)
+
+
+@gluon.jit
 def _first(step, note, place, token_ptr, h_ptr, sizes, x_chunks, swap, ring, STAGES: gl.constexpr):
     """16 columns of h for the rows of a slot. `place` is (column, first row, end, columns of h, where they begin)."""
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 16])
@@ -131,15 +146,7 @@ def _first(step, note, place, token_ptr, h_ptr, sizes, x_chunks, swap, ring, STA
     row = _rows_of_tokens(note, place, token_ptr, gl.SliceLayout(0, OUT))
     acc = gl.zeros([64, 8], gl.float32, SUMS)
     acc, step = _sweep(acc, step, sizes[2], x_chunks, ring, 4, STAGES)
-    # Gate and up of a column were summed by different warps.
-    swap.store(acc)
-    _barrier()
-    gate, up = swap.slice(0, 16).load(OUT), swap.slice(16, 16).load(OUT)
-    h = (gate / (1.0 + gl.exp(-gate)) * up).to(h_ptr.dtype.element_ty)
-    # All tokens were multiplied, in their order.
-    n = column + gl.arange(0, 16, gl.SliceLayout(1, OUT))
-    mask = (row >= 0)[None, :] & (n < num_hidden)[:, None]
-    gl.store(h_ptr + begin8 * 8 + row[None, :] * num_hidden + n[:, None], h, mask=mask)
+    _store_gated(acc, swap, row, column, num_hidden, h_ptr, begin8)
 
 
 @gluon.jit

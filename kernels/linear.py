@@ -206,7 +206,7 @@ def _launch(x_MHK: Tensor, w_HNK: Tensor, bias_N: Tensor | None, y_MHN: Tensor, 
 
 def _launch_few_rows(x_MK: Tensor, w_NK: Tensor, bias_N: Tensor | None, y_MN: Tensor) -> None:
     sizes = few_rows_sizes(w_NK)
-    deep = is_deep(w_NK)
+    deep = is_deep(w_NK.shape[1], sizes)
     box = [sizes["ROWS"], 256 if deep else 64]
     layout = gl.NVMMASharedLayout(128, 16, 2)  # as the tensor core reads it
     options = {} if deep else {"maxnreg": 96}  # room for programs of the launches before and after beside this one's

@@ -76,6 +76,19 @@ def _feed(w_desc, ws, full, width, ROWS: gl.constexpr):
 
 
 @gluon.jit
+def store_sums(acc, bias_ptr, y_ptr, num_rows, num_columns, stride_y, ROWS: gl.constexpr):
+    """acc [64, 8], of which the first ROWS rows are this program's columns of y."""
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 16])
+    row = gl.arange(0, 64, gl.SliceLayout(1, SUMS))[:, None]
+    n = gl.program_id(0) * ROWS + row
+    out_m = gl.arange(0, 8, gl.SliceLayout(0, SUMS))[None, :]
+    own = (row < ROWS) & (n < num_columns)
+    if bias_ptr is not None:
+        acc += gl.load(bias_ptr + n, mask=own, other=0.0).to(gl.float32)
+    gl.store(y_ptr + out_m * stride_y + n, acc.to(y_ptr.dtype.element_ty), mask=own & (out_m < num_rows))
+
+
+@gluon.jit
 def _sum(
     x_ptr,
     bias_ptr,
@@ -115,13 +128,7 @@ def _sum(
         # This stage's products are under way, those before them done.
         acc = warpgroup_mma_wait(_CHUNKS, deps=[acc])
     acc = warpgroup_mma_wait(0, deps=[acc])
-    row = gl.arange(0, 64, gl.SliceLayout(1, SUMS))[:, None]
-    n = gl.program_id(0) * ROWS + row
-    out_m = gl.arange(0, 8, gl.SliceLayout(0, SUMS))[None, :]
-    own = (row < ROWS) & (n < num_columns)
-    if bias_ptr is not None:
-        acc += gl.load(bias_ptr + n, mask=own, other=0.0).to(gl.float32)
-    gl.store(y_ptr + out_m * stride_y + n, acc.to(y_ptr.dtype.element_ty), mask=own & (out_m < num_rows))
+    store_sums(acc, bias_ptr, y_ptr, num_rows, num_columns, stride_y, ROWS)
 
 
 # Sizes of the batch are not specialised on: a kernel compiled in the middle of a run would stall it.
@@ -185,10 +192,10 @@ def few_rows_sizes(w_NK: Tensor) -> dict[str, int]:
     return {"ROWS": rows, "STAGES": _STAGES[rows], "BLOCK_K": block_k}
 
 
-def is_deep(w_NK: Tensor) -> bool:
-    """Whether a program's ring does not hold all its weights at once: then linear_few_deep.py has less behind the
-    wait."""
-    return w_NK.shape[1] > few_rows_sizes(w_NK)["STAGES"] * _CHUNKS.value * 64
+def is_deep(width: int, sizes: dict[str, int]) -> bool:
+    """Whether a program's ring, by these sizes, does not hold all its weights at once: then linear_few_deep.py has less
+    behind the wait."""
+    return width > sizes["STAGES"] * _CHUNKS.value * 64
 
 
 def rows_of_weights(num_columns: int, multiprocessors: int) -> int:

@@ -34,6 +34,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from kernels.barriers import barriers
 from kernels.dependent_launch import wait_for_inputs
+from kernels.linear_few import store_sums
 
 _STEP = gl.constexpr(256)
 """Columns of a stage."""
@@ -141,10 +142,4 @@ def few_rows_deep_kernel(
         stage, phase = _next(stage, phase, STAGES)
     acc = warpgroup_mma_wait(0, deps=[acc])
     # Nothing of this may stand before the wait above: ptxas would take it for a reader of the sums, see the header.
-    row = gl.arange(0, 64, gl.SliceLayout(1, SUMS))[:, None]
-    n = gl.program_id(0) * ROWS + row
-    out_m = gl.arange(0, 8, gl.SliceLayout(0, SUMS))[None, :]
-    own = (row < ROWS) & (n < num_columns)
-    if bias_ptr is not None:
-        acc += gl.load(bias_ptr + n, mask=own, other=0.0).to(gl.float32)
-    gl.store(y_ptr + out_m * stride_y + n, acc.to(y_ptr.dtype.element_ty), mask=own & (out_m < num_rows))
+    store_sums(acc, bias_ptr, y_ptr, num_rows, num_columns, stride_y, ROWS)

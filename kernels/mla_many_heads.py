@@ -20,6 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from kernels.barriers import barriers
 from kernels.mla_many_feed import NOTE, PLACES, copy_latents, next_piece
 from kernels.mla_pieces import zero_rows
 
@@ -239,20 +240,12 @@ def many_heads_kernel(
     row = gl.allocate_shared_memory(gl.float32, [64], PLAIN)
     notes = gl.allocate_shared_memory(gl.int32, [PLACES * NOTE, 1], PLAIN)
     BAR: gl.constexpr = mbarrier.MBarrierLayout()
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
-    noted = gl.allocate_shared_memory(gl.int64, [PLACES, 1], BAR)
-    heard = gl.allocate_shared_memory(gl.int64, [PLACES, 1], BAR)
+    full, empty = barriers(STAGES, (1, 2))
+    noted, heard = barriers(PLACES, (1, 2))
     queries_there = gl.allocate_shared_memory(gl.int64, [1], BAR)
     queries_free = gl.allocate_shared_memory(gl.int64, [1], BAR)
     handed = gl.allocate_shared_memory(gl.int64, [1], BAR)
     taken = gl.allocate_shared_memory(gl.int64, [1], BAR)
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=2)
-    for i in gl.static_range(PLACES):
-        mbarrier.init(noted.index(i), count=1)
-        mbarrier.init(heard.index(i), count=2)
     mbarrier.init(queries_there, count=1)
     mbarrier.init(queries_free, count=1)
     mbarrier.init(handed, count=1)

@@ -155,7 +155,7 @@ def turn_heads(
 
 
 @triton.jit
-def _other_column(c, HALF: tl.constexpr, INTERLEAVED: tl.constexpr):
+def other_column(c, HALF: tl.constexpr, INTERLEAVED: tl.constexpr):
     """(whether each column is the second of its pair, the pair, the pair's other column, or itself beyond the turn)"""
     if INTERLEAVED:
         pair, is_second, other = c // 2, c % 2 == 1, c ^ 1
@@ -172,7 +172,7 @@ def turn_of_columns(
 ):
     """What `turned_columns` does to columns c [1, X] at a position, whatever the rows: both weights, cosine, sine."""
     in_turn = c < 2 * HALF
-    _, pair, other = _other_column(c, HALF, INTERLEAVED)  # pyright: ignore
+    _, pair, other = other_column(c, HALF, INTERLEAVED)  # pyright: ignore
     weight, other_weight = 1.0, 1.0
     if weight_ptr is not None:
         weight = tl.load(weight_ptr + c, mask=c < WIDTH, other=0.0)
@@ -196,7 +196,7 @@ def turned_columns(
 ):
     """Columns c [1, X] of the same rows, wherever they lie in their pairs. `scale`: the rows' `rms_scale`; `turn`: what
     `turn_of_columns` says of c."""
-    is_second, _, other = _other_column(c, HALF, INTERLEAVED)  # pyright: ignore
+    is_second, _, other = other_column(c, HALF, INTERLEAVED)  # pyright: ignore
     weight, other_weight, cos, sin = turn
     x = tl.load(row_ptr + c, mask=used & (c < WIDTH), other=0.0)
     y = tl.load(row_ptr + other, mask=used & (c < WIDTH), other=0.0)
@@ -204,22 +204,3 @@ def turned_columns(
         x, y = rms_apply(x, scale, weight), rms_apply(y, scale, other_weight)
     first, second = rotate(tl.where(is_second, y, x), tl.where(is_second, x, y), cos, sin)
     return tl.where(c < 2 * HALF, tl.where(is_second, second, first), x)
-
-
-@triton.jit
-def turned_rows(
-    row_ptr,
-    c,
-    used,
-    eps,
-    turn,
-    WIDTH: tl.constexpr,
-    HALF: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    NORMED: tl.constexpr,
-):
-    """Whole rows at row_ptr [ROWS, 1], c [1, BLOCK_C] all columns: normalised where there are weights, and turned."""
-    scale = 1.0
-    if NORMED:
-        scale = rms_scale(tl.load(row_ptr + c, mask=used & (c < WIDTH), other=0.0), WIDTH, eps)
-    return turned_columns(row_ptr, c, used, scale, turn, WIDTH, HALF, INTERLEAVED, NORMED)

@@ -10,7 +10,15 @@ from torch.nn import functional
 
 from kernels import linear_few
 from kernels.linear import linear_triton
-from kernels.linear_few import _STAGES, FEW_ROWS, few_rows_kernel, is_deep, rows_of_weights, serves_few_rows
+from kernels.linear_few import (
+    _STAGES,
+    FEW_ROWS,
+    few_rows_kernel,
+    few_rows_sizes,
+    is_deep,
+    rows_of_weights,
+    serves_few_rows,
+)
 from kernels.linear_few_deep import few_rows_deep_kernel
 from kernels.tiles import TileConfig
 from tests.aot import aot
@@ -97,7 +105,8 @@ def test_what_is_left_to_the_other_kernel():
 def test_what_a_ring_does_not_hold_is_deep(monkeypatch):
     monkeypatch.setattr(linear_few, "num_multiprocessors", lambda device: 132)
     shapes = {(2048, 3072): False, (2048, 4096): True, (3648, 2048): False, (5120, 1280): False, (5120, 2048): True}
-    assert {shape: is_deep(torch.empty(shape, device="meta")) for shape in shapes} == shapes
+    sizes = {shape: few_rows_sizes(torch.empty(shape, device="meta")) for shape in shapes}
+    assert {shape: is_deep(shape[1], sizes[shape]) for shape in shapes} == shapes
 
 
 @aot
