@@ -26,7 +26,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 from kernels.decode_cut import FEW_PROGRAMS, most_parts
-from kernels.dependent_launch import dependent_launch, wait_for_inputs
+from kernels.dependent_launch import AHEAD_ROWS, dependent_launch, wait_for_inputs
 from kernels.kv_int4 import Int4Scales
 from kernels.kv_quantize import KVScales
 from kernels.new_rows import NewRows
@@ -328,7 +328,7 @@ def attention_decode_rows(
         INTERLEAVED=rope.interleaved,
         STAGES=_STAGES,
         num_warps=4,
-        **dependent_launch(q_BHC),
+        **dependent_launch(q_BHC, ahead=num_sequences <= AHEAD_ROWS),
     )
     if number > 1:
         merge_runs(parts, kv_lens_B, out_BHC, rule, window=window, whole=False)

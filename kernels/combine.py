@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.checks import assert_last_contiguous, cdiv, next_power_of_2, uses_triton
-from kernels.combine_few import launch_few, serves_few_rows
+from kernels.combine_at_once import launch_at_once, serves_at_once
 from kernels.dependent_launch import AHEAD_ROWS, dependent_launch, wait_for_inputs
 from kernels.rmsnorm import add_residual, norm_tile, rms_apply, rms_scale, rmsnorm_residual_reference
 
@@ -190,7 +190,7 @@ def combine_triton(y_RD: Tensor, packed_row_TK: Tensor, weights_TK: Tensor) -> T
         TOP_K=top_k,
         BLOCK_D=block_d,
         num_warps=4,
-        **dependent_launch(y_RD),
+        **dependent_launch(y_RD, ahead=num_tokens <= AHEAD_ROWS),
     )
     return out_TD
 
@@ -206,16 +206,16 @@ def combine_norm_triton(
     *,
     in_order: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """`combine_norm` as one launch; of few rows, that of combine_few.py."""
+    """`combine_norm` as one launch, where it can that of combine_at_once.py."""
     _check_operands(y_RD, packed_row_TK, weights_TK)
     _check_norm(y_RD, packed_row_TK, residual_TD, norm_D, shared_TD)
     (num_tokens, top_k), num_columns = packed_row_TK.shape, y_RD.shape[1]
     out_TD, sum_TD = y_RD.new_empty(num_tokens, num_columns), y_RD.new_empty(num_tokens, num_columns)
     if out_TD.numel() == 0:
         return out_TD, sum_TD
-    if serves_few_rows(y_RD, packed_row_TK):
+    if serves_at_once(y_RD, packed_row_TK):
         choices, results = (packed_row_TK, weights_TK), (out_TD, sum_TD)
-        launch_few(y_RD, *choices, shared_TD, residual_TD, norm_D, eps, results, in_order=in_order)
+        launch_at_once(y_RD, *choices, shared_TD, residual_TD, norm_D, eps, results, in_order=in_order)
         return results
     block_r, block_d, num_warps = norm_tile(num_columns)
     _combine_norm_kernel[(cdiv(num_tokens, block_r),)](

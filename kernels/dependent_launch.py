@@ -14,10 +14,11 @@ positions and the offsets of second products read so too / all behind the wait, 
 One H200: 0.4 us less for each kernel of 1 to 2 us in a chain of them.
 
 A short kernel of few rows may tell ahead of its own wait: then the product behind it asks for its weights while the
-kernel before both still runs. What follows such a kernel may read early what is three launches old, no younger: the
-one before it has told after its own wait. One H200, us a layer with merges of splits and the sums behind experts doing
-so / none: qwen3 1 row 51.9 / 52.4, 8 rows 150.9 / 151.8, mixtral 1 row 203.4 / 204.1, 8 rows 556.5 / 557.9; routers
-too: 52.6.
+kernel before both still runs. What follows such kernels, one or several behind each other, may read early what is older
+than the launch before the first of them, no younger: that one has told after its own wait. One H200, us a layer with
+merges of splits and the sums behind experts doing so / none: qwen3 1 row 51.9 / 52.4, 8 rows 150.9 / 151.8, mixtral 1
+row 203.4 / 204.1, 8 rows 556.5 / 557.9; routers too: 52.6. Attention of few rows, too: a step of qwen3's row 2.119 ms,
+without 2.130.
 """
 
 from __future__ import annotations

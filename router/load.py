@@ -2,7 +2,7 @@
 
 Knows layers, slots and logical experts; knows nothing of ranks or requests. A layer's dispatch has counted already: the
 offsets of its slots are running sums of rows. They are noted, and added to the sums of all steps at the end of each, in
-two launches for all layers; what they say of a slot is worked out when somebody asks, or when its expert leaves.
+one launch for all layers; what they say of a slot is worked out when somebody asks, or when its expert leaves.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
+
+from kernels.add_offsets import add_offsets
 
 
 class LoadCounter:
@@ -57,7 +59,7 @@ class LoadCounter:
             return
         assert not self._layers or layers == self._layers, f"layers {layers} after steps of layers {self._layers}"
         self._layers = layers
-        self._offsets_PS1[: len(layers)] += torch.stack([offsets_S1 for _, offsets_S1 in of_this_step])
+        add_offsets(self._offsets_PS1, [offsets_S1 for _, offsets_S1 in of_this_step])
 
     def snapshot(self) -> Tensor:
         """Counts so far, int64 [layers, E] on the CPU. Waits for the device."""

@@ -41,7 +41,7 @@ def compile_ahead(
     """The cubin of `kernel` for sm_`arch`; raises what the compiler raises, and where it could not be launched.
 
     `args` names every parameter: a type string ("*bf16", "*i32", "i32", "i64", "fp32") where the kernel takes a runtime
-    value, the value where it is `tl.constexpr`, None for an absent pointer, 1 for an integer that is 1 (Triton compiles
+    value, a tuple of them for a tuple, the value where it is `tl.constexpr`, None for an absent pointer, 1 for an integer that is 1 (Triton compiles
     both in). `aligned`: pointers and integers are multiples of 16, as the usual sizes are; False is for odd ones.
     """
     wanted = {parameter.name for parameter in kernel.params}
@@ -52,6 +52,10 @@ def compile_ahead(
         if parameter.is_constexpr or value is None or value == 1:
             signature[parameter.name] = "constexpr"
             constexprs[(index,)] = value
+            continue
+        if isinstance(value, tuple):
+            signature[parameter.name] = value
+            attrs |= {(index, place): [["tt.divisibility", 16]] for place in range(len(value) if aligned else 0)}
             continue
         assert isinstance(value, str), f"{parameter.name} is a runtime value; {value!r} is no type string"
         signature[parameter.name] = value

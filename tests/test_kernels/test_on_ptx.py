@@ -46,7 +46,7 @@ from tests.paged_cache import paged_cache
 from tests.ptx.launch import Hopper
 from tests.test_kernels.test_combine import draw as unordered_rows
 from tests.test_kernels.test_combine import norm_operands
-from tests.test_kernels.test_combine_few import rows_in_order
+from tests.test_kernels.test_combine_at_once import rows_in_order
 from tests.test_kernels.test_latent_rope_store import check_against_separate
 from tests.test_kernels.test_latent_rope_store import operands as latents
 from tests.test_kernels.test_mla_values import drawn_splits
@@ -208,7 +208,7 @@ def test_sum_of_few_rows(hopper, make, width, shared):
         for x_RD in (y_RD[:, :width], y_RD[:, :width].contiguous()):
             operands = (x_RD, rows_TK, weights_TK, *after)
             sums.append(combine_norm_triton(*operands, in_order=make is rows_in_order))
-    assert hopper.launches[-2:] == ["_combine_norm_kernel", "_combine_few_kernel"]
+    assert hopper.launches[-2:] == ["_combine_norm_kernel", "_combine_at_once_kernel"]
     for wanted_TD, ours_TD in zip(*sums):
         assert_same_bits(ours_TD, wanted_TD)
 

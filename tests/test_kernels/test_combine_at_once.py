@@ -1,4 +1,4 @@
-"""The weighted sum of few tokens with its norm: the bits of combine.py's own kernel."""
+"""The weighted sum with its norm, all rows of a token at once: the bits of combine.py's own kernel."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from triton import knobs
 
 from kernels.combine import combine_norm_triton
-from kernels.combine_few import _combine_few_kernel, serves_few_rows
+from kernels.combine_at_once import _combine_at_once_kernel, serves_at_once
 from tests.aot import ARCHS, aot, compile_ahead
 from tests.compare import assert_same_as_separate
 from tests.test_kernels.test_combine import draw, norm_operands
@@ -42,16 +42,17 @@ def rows_in_order(num_tokens: int, top_k: int, width: int, dtype: torch.dtype, d
         pytest.param(8, 6, 2048, id="deepseek-v2-lite"),
         pytest.param(2, 2, 4096, id="mixtral"),
         pytest.param(3, 4, 2880, id="no-power-of-two"),
+        pytest.param(70, 3, 1024, id="more-rows"),
     ],
 )
 @halves
-def test_few_rows_have_the_bits_of_many(device, dtype, num_tokens, top_k, width, in_order, shared):
-    """A view into wider rows is none that the kernel of few takes."""
+def test_the_bits_of_combine(device, dtype, num_tokens, top_k, width, in_order, shared):
+    """A view into wider rows is none that it takes."""
     make = rows_in_order if in_order else draw
     y_RD, rows_TK, weights_TK = make(num_tokens, top_k, width + 8, dtype, device)
     wide_RD, y_RD = y_RD[:, :width], y_RD[:, :width].contiguous()
     residual_TD, norm_D, eps, shared_TD = norm_operands(num_tokens, width, dtype, device, shared=shared)
-    assert serves_few_rows(y_RD, rows_TK) and not serves_few_rows(wide_RD, rows_TK)
+    assert serves_at_once(y_RD, rows_TK) and not serves_at_once(wide_RD, rows_TK)
     given = (rows_TK, weights_TK, residual_TD, norm_D, eps, shared_TD)
     ours = combine_norm_triton(y_RD, *given, in_order=in_order)
     for each, want in zip(ours, combine_norm_triton(wide_RD, *given, in_order=in_order)):
@@ -68,7 +69,7 @@ def test_no_rows_and_a_bad_token(device, dtype, in_order):
     weights_TK = torch.tensor([[torch.nan, torch.nan], [0.5, 0.5]], device=device)
     y_RD = torch.ones(4, 1024, dtype=dtype, device=device)
     rows_TK = torch.arange(4, dtype=torch.int32, device=device).view(2, 2)
-    assert serves_few_rows(y_RD, rows_TK)
+    assert serves_at_once(y_RD, rows_TK)
     _, sum_TD = combine_norm_triton(y_RD, rows_TK, weights_TK, *after, in_order=in_order)
     assert bool(sum_TD[0].isnan().all())
     assert_same_as_separate(sum_TD[1], residual_TD[1] + 1)
@@ -79,12 +80,11 @@ def test_no_rows_and_a_bad_token(device, dtype, in_order):
 
 def test_what_it_takes():
     y_RD, rows_TK = torch.empty(64, 2048, dtype=torch.bfloat16), torch.empty(8, 8, dtype=torch.int32)
-    assert serves_few_rows(y_RD, rows_TK) and serves_few_rows(y_RD, rows_TK.new_empty(1, 12))
-    assert not serves_few_rows(y_RD, rows_TK.new_empty(1, 13)), "too many registers"
-    assert not serves_few_rows(y_RD, rows_TK.new_empty(9, 8)), "too many rows"
-    assert not serves_few_rows(y_RD.float(), rows_TK)
-    assert not serves_few_rows(y_RD[:, :512].contiguous(), rows_TK), "a program of combine.py has two rows"
-    assert not serves_few_rows(y_RD[:, :2040].contiguous(), rows_TK)
+    assert serves_at_once(y_RD, rows_TK) and serves_at_once(y_RD, rows_TK.new_empty(1, 12))
+    assert not serves_at_once(y_RD, rows_TK.new_empty(1, 13)), "too many registers"
+    assert not serves_at_once(y_RD.float(), rows_TK)
+    assert not serves_at_once(y_RD[:, :512].contiguous(), rows_TK), "a program of combine.py has two rows"
+    assert not serves_at_once(y_RD[:, :2040].contiguous(), rows_TK)
 
 
 @aot
@@ -98,6 +98,6 @@ def test_compiles_without_a_stack(tmp_path, arch, in_order, top_k, width, shared
     args |= {"TOP_K": top_k, "WIDTH": width, "BLOCK_D": width, "IN_ORDER": in_order}
     args |= {"PDL": "ahead" if arch >= 90 else False}
     cubin = tmp_path / "cubin"
-    cubin.write_bytes(compile_ahead(_combine_few_kernel, arch, args, num_warps=8 if width > 2048 else 4))
+    cubin.write_bytes(compile_ahead(_combine_at_once_kernel, arch, args, num_warps=8 if width > 2048 else 4))
     usage = subprocess.check_output([knobs.nvidia.cuobjdump.path, "-res-usage", cubin], text=True)
     assert " STACK:0 " in usage, usage

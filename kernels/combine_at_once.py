@@ -1,4 +1,4 @@
-"""The weighted sum behind few tokens' experts, with the norm that follows: all rows of a token on their way at once.
+"""The weighted sum behind the experts, with the norm that follows: all rows of a token on their way at once.
 
 Knows rows and weights as kernels/combine.py does, which holds the definition and the launcher. The sum is the same, k
 ascending, one fma each, and so is the norm's tile: the same bits.
@@ -32,7 +32,7 @@ _MOST_ENTRIES = 192
 
 
 @triton.jit
-def _combine_few_kernel(
+def _combine_at_once_kernel(
     y_ptr,
     row_ptr,
     weights_ptr,
@@ -94,19 +94,19 @@ def _combine_few_kernel(
     tl.store(out_ptr + place, rms_apply(x, rms_scale(x, num_columns, eps), norm), mask=used)
 
 
-def serves_few_rows(y_RD: Tensor, packed_row_TK: Tensor) -> bool:
+def serves_at_once(y_RD: Tensor, packed_row_TK: Tensor) -> bool:
     """Whether a thread has registers for all rows of a token, and a program one token, as the norm's tile has it. Of a
     width that is no multiple of 16 the compiler knows more here than elsewhere, and may lay the tile out otherwise.
 
-    Measured on one H200, in order, microseconds, combine.py / here: 1 row of K = 8, D = 2048 1.92 / 1.49, K = 6 with a
-    shared row 2.04 / 1.44, K = 2, D = 4096 1.71 / 1.45; 4 rows of K = 8, D = 2048, some elsewhere, 1.97 / 1.64; 3 rows
-    of K = 4, D = 2880 1.77 / 1.67. Steps of one row, ms: qwen3 2.262 / 2.235, dsv2-lite 1.815 / 1.804. Neither more
-    rows, whose programs share a multiprocessor's registers, nor what is not in order has been measured."""
-    num_tokens, top_k = packed_row_TK.shape
+    Measured on one H200, microseconds, combine.py / here. Rows in order: 1 row of K = 8, D = 2048 1.92 / 1.49, K = 6
+    with a shared row 2.04 / 1.44, K = 2, D = 4096 1.71 / 1.45. Anywhere, some elsewhere, K = 8, D = 2048: 1 row 1.79 /
+    1.62, 8 rows 1.83 / 1.74, 64 rows 2.40 / 1.93, 256 rows 4.23 / 4.10, 4096 rows 45.5 / 44.6; K = 6 with shared rows:
+    64 rows 1.99 / 1.77; K = 2, D = 4096: 256 rows 3.45 / 3.35. Steps of one row, ms: qwen3 2.262 / 2.235, dsv2-lite
+    1.815 / 1.804."""
+    top_k = packed_row_TK.shape[1]
     block_r, block_d, num_warps = norm_tile(y_RD.shape[1])
     return (
-        num_tokens <= AHEAD_ROWS
-        and y_RD.is_contiguous()
+        y_RD.is_contiguous()
         and y_RD.element_size() == 2
         and y_RD.shape[1] % 16 == 0
         and block_r == 1
@@ -114,7 +114,7 @@ def serves_few_rows(y_RD: Tensor, packed_row_TK: Tensor) -> bool:
     )
 
 
-def launch_few(
+def launch_at_once(
     y_RD: Tensor,
     packed_row_TK: Tensor,
     weights_TK: Tensor,
@@ -126,10 +126,10 @@ def launch_few(
     *,
     in_order: bool,
 ) -> None:
-    """Fills (normalised rows, new residual), where `serves_few_rows`. Operands are checked already."""
+    """Fills (normalised rows, new residual), where `serves_at_once`. Operands are checked already."""
     (num_tokens, top_k), width = packed_row_TK.shape, y_RD.shape[1]
     _, block_d, num_warps = norm_tile(width)
-    _combine_few_kernel[(num_tokens,)](
+    _combine_at_once_kernel[(num_tokens,)](
         y_RD,
         packed_row_TK.contiguous(),
         weights_TK.contiguous(),
@@ -146,5 +146,5 @@ def launch_few(
         BLOCK_D=block_d,
         IN_ORDER=in_order,
         num_warps=num_warps,
-        **dependent_launch(y_RD, ahead=True),
+        **dependent_launch(y_RD, ahead=num_tokens <= AHEAD_ROWS),
     )
