@@ -155,10 +155,11 @@ def test_ids_stay_while_somebody_has_them(tmp_path: Path) -> None:
         assert graphs is not None
         draw = partial(torch.inference_mode()(graphs.draw), np.zeros((4, 0), np.int64))
         held = [draw() for _ in range(HOST_STEPS)]
-        assert len({each.data_ptr() for each in held}) == HOST_STEPS and held[0].is_pinned()
+        # A tensor without entries has no address.
+        assert len({each.storage_offset() for each in held}) == HOST_STEPS
         with pytest.raises(AssertionError, match=f"ids of {HOST_STEPS} steps"):
             draw()
-        place = held.pop(1).data_ptr()
-        assert draw().data_ptr() == place
+        place = held.pop(1).storage_offset()
+        assert draw().storage_offset() == place
         held.clear()
         assert llm.generate(prompts_of(2), params)[0].outputs[0].token_ids
