@@ -58,7 +58,7 @@ def list_bytes(num_sequences: int, splits: int) -> int:
 def list_pieces(kv_lens_B: Tensor, rule: SplitRule, *, max_kv_len: int) -> PieceList:
     """kv_lens_B int32, none above max_kv_len. Those of most tiles first, of as many by sequence and split; a sequence
     without keys has one piece, which writes its zeros. `list_pieces_reference` is the definition; what lies behind the
-    last piece means nothing."""
+    last piece means nothing. Who attends by it reads it ahead of its wait: another launch must stand between."""
     return (list_pieces_triton if uses_triton(kv_lens_B) else list_pieces_reference)(
         kv_lens_B, rule, max_kv_len=max_kv_len
     )

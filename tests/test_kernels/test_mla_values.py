@@ -74,6 +74,7 @@ def test_bits_of_decode_and_product(heads, others):
         rule = list_rule(*operands[:3])
         if rule is not None:
             pieces = list_pieces(operands[4], rule, max_kv_len=max_kv_len)
+            torch.cuda.synchronize()  # attention reads it ahead of the launch before it
             listed = mla_decode_values(*operands, w_HVL, scale=0.05, max_kv_len=max_kv_len, pieces=pieces)
             assert_same_bits(listed, both)
         return both
