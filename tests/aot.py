@@ -41,8 +41,9 @@ def compile_ahead(
     """The cubin of `kernel` for sm_`arch`; raises what the compiler raises, and where it could not be launched.
 
     `args` names every parameter: a type string ("*bf16", "*i32", "i32", "i64", "fp32") where the kernel takes a runtime
-    value, a tuple of them for a tuple, the value where it is `tl.constexpr`, None for an absent pointer, 1 for an integer that is 1 (Triton compiles
-    both in). `aligned`: pointers and integers are multiples of 16, as the usual sizes are; False is for odd ones.
+    value, a tuple of them for a tuple, the value where it is `tl.constexpr`, None for an absent pointer, 1 for an
+    integer that is 1 (Triton compiles both in). `aligned`: pointers and integers are multiples of 16, as the usual
+    sizes are; False is for odd ones.
     """
     wanted = {parameter.name for parameter in kernel.params}
     assert wanted == set(args), f"parameters missing: {wanted - set(args)}, unknown: {set(args) - wanted}"
