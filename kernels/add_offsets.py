@@ -6,7 +6,7 @@ last norm's rows and the logits' product.
 """
 
 # Launch options such as num_warps are no parameters of a kernel.
-# pyright: reportCallIssue=false
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false
 
 from __future__ import annotations
 
