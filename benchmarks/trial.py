@@ -8,6 +8,9 @@ compared, then all forms take turns in replayed graphs.
     python benchmarks/trial.py drafts=all seconds=0.3 result=trial.json
     python benchmarks/trial.py with=NAME,NAME workload=w2 model=dsv2-lite limit=1   # launch.bench, drafts in place
 
+A draft that changes too much for that is a patch, whose first lines say what it is, what is predicted and what to run
+with and without it.
+
 Every draft has a process of its own, `jobs` at a time: one compiles while another measures, one measures at a time, and
 one that breaks the device's context leaves the others alone. The exit status is 1 if any failed.
 """
@@ -166,6 +169,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         for name in names():
             docstring = ast.get_docstring(ast.parse((FOLDER / f"{name}.py").read_text("utf-8"))) or ""
             print(f"{name}: {docstring.partition(chr(10) * 2)[0]}")
+        for patch in sorted(FOLDER.glob("*.patch")):
+            print(f"git apply {patch.relative_to(ROOT)}: {patch.read_text('utf-8').partition(chr(10) * 2)[0]}")
         return 0
     try:
         in_place, of_bench = own_words(words, ("with",))

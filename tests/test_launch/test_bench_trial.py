@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import shutil
+import subprocess
 from pathlib import Path
 from types import ModuleType
 
@@ -125,3 +127,12 @@ def test_drafts_are_asked_in_the_product_s_way(name: str) -> None:
     for case in draft.cases(torch.device("cpu")):
         off = REAL.differences(case)
         assert off and all(each <= case.tolerance for each in off.values()), f"{case.name}: {off}"
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="patches are applied by git")
+@pytest.mark.parametrize("patch", sorted(REAL.FOLDER.glob("*.patch")), ids=lambda path: path.stem)
+def test_patches_fit_the_product(patch: Path) -> None:
+    """Or are applied already."""
+    checks = [["git", "apply", "--check", *way, str(patch)] for way in ([], ["--reverse"])]
+    ended = [subprocess.run(check, cwd=ROOT, capture_output=True, text=True, check=False) for check in checks]
+    assert any(each.returncode == 0 for each in ended), ended[0].stderr
