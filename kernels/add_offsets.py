@@ -1,8 +1,9 @@
 """Every layer's offsets of a step added to their running sums, in one launch.
 
 Knows offsets and sums. Layers leave their offsets wherever the allocator put them: the launch is given all addresses,
-and a program takes its own. Stacked by torch and then added, two launches without dependent launch stood before the
-last norm's rows and the logits' product.
+and a program takes its own. Stacked by torch and then added, two launches without dependent launch stood between the
+last norm and the logits' product. One H200, a step of qwen3's row, us: the second of them 3.4; the logits' product,
+whose weights now come ahead, 144.5 behind them, 139.3 behind this one.
 """
 
 # Launch options such as num_warps are no parameters of a kernel.
