@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.checks import assert_dtype, assert_same_device, assert_shape, cdiv, next_power_of_2, uses_triton
+from kernels.checks import assert_dtype, assert_shape, cdiv, next_power_of_2, uses_triton
 from kernels.dependent_launch import dependent_launch, wait_for_inputs
 
 
@@ -70,16 +70,15 @@ def add_offsets_triton(sums_PS1: Tensor, offsets: Sequence[Tensor]) -> None:
 
 
 def _check_operands(sums_PS1: Tensor, offsets: Sequence[Tensor]) -> None:
+    """One comparison a layer: this runs in every step that is launched kernel by kernel."""
     assert_shape("sums_PS1", sums_PS1, (None, None))
     assert_dtype("sums_PS1", sums_PS1, torch.int64)
     assert sums_PS1.is_contiguous(), "sums must lie together in memory"
     assert len(offsets) <= sums_PS1.shape[0], f"{len(offsets)} layers' offsets for {sums_PS1.shape[0]} sums"
+    wanted = (sums_PS1.shape[1:], torch.int32, sums_PS1.device, True)
     for layer, offsets_S1 in enumerate(offsets):
-        name = f"offsets[{layer}]"
-        assert_shape(name, offsets_S1, (sums_PS1.shape[1],))
-        assert_dtype(name, offsets_S1, torch.int32)
-        assert offsets_S1.is_contiguous(), f"{name} must lie together in memory"
-        assert_same_device(sums_PS1, offsets=offsets_S1)
+        given = (offsets_S1.shape, offsets_S1.dtype, offsets_S1.device, offsets_S1.is_contiguous())
+        assert given == wanted, f"offsets[{layer}]: shape, dtype, device, contiguous are {given}, wanted {wanted}"
 
 
 def add_offsets_reference(sums_PS1: Tensor, offsets: Sequence[Tensor]) -> None:

@@ -190,7 +190,7 @@ def combine_triton(y_RD: Tensor, packed_row_TK: Tensor, weights_TK: Tensor) -> T
         TOP_K=top_k,
         BLOCK_D=block_d,
         num_warps=4,
-        **dependent_launch(y_RD, ahead=num_tokens <= AHEAD_ROWS),
+        **dependent_launch(y_RD),
     )
     return out_TD
 

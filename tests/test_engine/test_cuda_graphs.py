@@ -156,7 +156,7 @@ def test_ids_stay_while_somebody_has_them(tmp_path: Path) -> None:
         draw = partial(torch.inference_mode()(graphs.draw), np.zeros((4, 0), np.int64))
         held = [draw() for _ in range(HOST_STEPS)]
         # A tensor without entries has no address.
-        assert len({each.storage_offset() for each in held}) == HOST_STEPS
+        assert len({each.storage_offset() for each in held}) == HOST_STEPS and graphs._ids.is_pinned()
         with pytest.raises(AssertionError, match=f"ids of {HOST_STEPS} steps"):
             draw()
         place = held.pop(1).storage_offset()

@@ -116,6 +116,12 @@ def test_words(trial: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
         assert text in capsys.readouterr().err
 
 
+def test_a_patch_is_named_with_its_first_lines(trial: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    (trial.FOLDER / "widens.patch").write_text("Widens\nall.\n\nPredicted: much.\n\ndiff --git a/x b/x\n", "utf-8")
+    assert trial.main([]) == 0
+    assert capsys.readouterr().out.endswith("git apply benchmarks/drafts/widens.patch: Widens\nall.\n")
+
+
 REAL = load(ROOT / "benchmarks" / "trial.py")
 
 
